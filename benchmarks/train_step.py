@@ -136,7 +136,7 @@ def plain_step(config: PreTrainedConfig, device: torch.device, rows: list[Row]) 
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
-    ids = torch.tensor([r.ids for r in rows], device=device)
+    ids = torch.tensor([r.ids.tolist() for r in rows], device=device)
 
     def step() -> None:
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
@@ -254,8 +254,8 @@ def agreement(config: PreTrainedConfig, device: torch.device, sizes: Sizes) -> l
 
 
 def _transformers_logprobs(model: PreTrainedModel, one: Row) -> torch.Tensor:
-    ids = torch.tensor(one.ids, device=model.device)
-    at = torch.tensor(one.sampled, device=model.device)
+    ids = torch.tensor(one.ids.tolist(), device=model.device)
+    at = torch.tensor(one.sampled.tolist(), device=model.device)
     logp = torch.log_softmax(model(input_ids=ids[None]).logits[0, at - 1].float(), -1)
     return logp.gather(1, ids[at, None]).squeeze(1)
 

@@ -41,7 +41,7 @@ OPTIMIZER = OptimizerSettings(lr=1e-9)  # the work of a step, without moving awa
 
 def update_row(demo: DemoModels) -> Row:
     batch = sampled_batch(demo)
-    tokens = sum(len(row.ids) for row in batch.rows if any(row.advantages))
+    tokens = sum(len(row.ids) for row in batch.rows if row.advantages.any())
     ours, other = _rally(demo, batch), _padded(demo, batch)
     timings = alternate(lambda: _seconds(ours), lambda: _seconds(other), repetitions=5)
     assert timings.other_median is not None
@@ -77,7 +77,7 @@ def _padded(demo: DemoModels, batch: TrainBatch) -> Step:
     model = load_model(str(demo.start))
     optimizer = torch.optim.AdamW(model.parameters(), lr=OPTIMIZER.lr, fused=True)
     parts = batch.mini_batches(MINI_BATCH, range(batch.num_groups))
-    chosen = [[row for row in batch.rows if row.episode in set(part) and any(row.advantages)] for part in parts]
+    chosen = [[row for row in batch.rows if row.episode in set(part) and row.advantages.any()] for part in parts]
     counts = [int(batch.tokens_N[part].sum()) for part in parts]
 
     def step() -> None:
@@ -100,8 +100,8 @@ def padded_losses(model: PreTrainedModel, rows: Sequence[packing.Row]) -> Tensor
     targets = torch.tensor([row.ids[at] for row in rows for at in row.sampled])
     logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[places[:, 0], places[:, 1]]
     logp = torch.log_softmax(logits, -1).gather(1, targets[:, None]).squeeze(1)
-    old = torch.tensor([p for row in rows for p in row.logprobs])
-    advantages = torch.tensor([a for row in rows for a in row.advantages])
+    old = torch.tensor([p for row in rows for p in row.logprobs.tolist()])
+    advantages = torch.tensor([a for row in rows for a in row.advantages.tolist()])
     return losses.clipped_policy_loss(logp, old, advantages, low=0.2, high=0.2).loss_M
 
 

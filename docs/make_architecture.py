@@ -46,6 +46,7 @@ ABOUT = {
     "data": "rows, tasks, samplers",
     "config": "keys and checks",
     "images": "image inputs",
+    "nodes": "this machine, Ray nodes",
     "importing": "user modules",
     "hub": "the model hub",
     "redact": "secrets",

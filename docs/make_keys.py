@@ -16,7 +16,7 @@ from rally.config import Config, SftConfig, base
 from rally.config.base import Only, Root, Section
 from rally.config.checks.unsupported import SFT_UNSUPPORTED, UNSUPPORTED, Unsupported
 from rally.config.errors import shown
-from rally.config.verl_keys import HINTS, SFT_HINTS, Hint, hint_for
+from rally.config.verl_key_tables import HINTS, SFT_HINTS, Hint, hint_for
 
 HEAD = """\
 # Configuration keys

@@ -20,8 +20,15 @@ Message = dict[str, Any]
 """One chat message in OpenAI form: role, content, and optionally tool_calls, name and tool_call_id."""
 
 
+LOST_EXIT_CODE = 75
+"""The exit code of a run that lost a rank or a node; the same command resumes it. (EX_TEMPFAIL of sysexits.h.)"""
+
+
 class RallyError(ValueError):
-    """A mistake that the user can fix. The text says what is wrong and what to do. The command line exits with 2."""
+    """A mistake that the user can fix. The text says what is wrong and what to do. The command line exits with
+    `exit_code`."""
+
+    exit_code = 2
 
 
 class StopReason(StrEnum):
@@ -70,6 +77,7 @@ FinishReason = Literal["stop", "length", "abort"]
 TEMPERATURES = (1e-6, 1e6)
 """Beyond 0: logits divided by less than the first overflow float32; more than the second is uniform."""
 MAX_STOP_IDS, MAX_STOPS, MAX_STOP_LENGTH = 1024, 64, 1024
+MAX_GRAMMAR = 2**18  # characters
 INT32 = 2**31 - 1
 FLOAT32_MIN, FLOAT32_MAX = 1.1754943508222875e-38, 3.4028234663852886e38  # normal numbers
 OnOutage = Literal["mask", "drop_group", "count"]
@@ -90,6 +98,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     seed: int | None = None
+    grammar: str = ""  # what is sampled must match it (`rally.chat.grammars`); empty: anything
 
     def __post_init__(self) -> None:
         """The one check of sampling parameters: every endpoint and every engine builds this class. Numbers are
@@ -126,6 +135,10 @@ class SamplingParams:
                 raise RallyError(f"stop must be texts of 1 to {MAX_STOP_LENGTH} characters")
         if not isinstance(self.ignore_eos, bool):
             raise RallyError(f"ignore_eos must be true or false, not {_shown(self.ignore_eos)}")
+        if not isinstance(self.grammar, str) or len(self.grammar) > MAX_GRAMMAR:
+            raise RallyError(f"grammar must be a text of at most {MAX_GRAMMAR} characters")
+        if self.grammar and self.ignore_eos:
+            raise RallyError("a generation with a grammar ends where the grammar does; leave ignore_eos out")
 
     def greedy(self) -> SamplingParams:
         """These parameters with greedy sampling."""
@@ -217,10 +230,25 @@ class Routes:
         return Routes(self.data[: 2 * self.layers * self.experts * tokens], self.layers, self.experts)
 
 
+@dataclass(frozen=True)
+class ConstrainedSpan:
+    """Tokens [start, end) of a generation (or of a response) were sampled under `grammar`: at each of them only some
+    tokens were allowed. `masks` holds which, compressed (`rally.models.token_masks`)."""
+
+    start: int
+    end: int
+    grammar: str
+    masks: bytes = field(repr=False)
+
+    def moved(self, by: int) -> ConstrainedSpan:
+        return replace(self, start=self.start + by, end=self.end + by)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Generation:
     """The result of one request to an engine. `logprobs` are under softmax(logits / temperature), unfiltered: the
-    policy that is trained (temperature 1 when greedy). `sampling_logprobs` are after top-p, top-k and min-p. All times
+    policy that is trained (temperature 1 when greedy). Under a grammar the softmax is over the tokens that it allows,
+    and `constrained` records them. `sampling_logprobs` are after top-p, top-k and min-p. All times
     are seconds from the request: `queued_seconds` until the engine started it, 0 if the engine does not report it.
     `routes` are those of the prompt and all sampled tokens but the last, which was not computed; None if not asked
     for."""
@@ -235,9 +263,12 @@ class Generation:
     first_token_seconds: float = 0.0
     queued_seconds: float = 0.0
     routes: Routes | None = None
+    constrained: ConstrainedSpan | None = None
 
     def __post_init__(self) -> None:
         assert len(self.ids) == len(self.logprobs), "one logprob per sampled token"
+        span = self.constrained
+        assert span is None or (span.start, span.end) == (0, len(self.ids)), "a grammar covers the whole generation"
         assert not self.sampling_logprobs or len(self.sampling_logprobs) == len(self.ids)
         assert not self.spans or self.spans[-1].end == len(self.ids), "weight spans must cover the ids"
 
@@ -307,7 +338,8 @@ class ImageSpan:
 class Segment:
     """One contiguous token history: a prompt, then sampled (mask 1) and observed (mask 0) tokens in order. `images` are
     the spans of its images, counted from the start of the prompt. `routes` cover the tokens before the last sampled
-    one, if the engine returned them for the last generation.
+    one, if the engine returned them for the last generation. `constrained` are the response tokens that were sampled
+    under a grammar.
 
     Only `append_sampled` and `append_observed` extend a segment, so ids, mask, logprobs and images stay consistent.
     """
@@ -319,6 +351,7 @@ class Segment:
     spans: tuple[WeightSpan, ...] = ()
     images: tuple[ImageSpan, ...] = ()
     routes: Routes | None = None
+    constrained: tuple[ConstrainedSpan, ...] = ()
 
     def __post_init__(self) -> None:
         assert self.routes is None or len(self.routes) < len(self.ids), "routes of computed tokens"
@@ -330,6 +363,11 @@ class Segment:
             end = span.end
             tokens = slice(max(0, span.start - len(self.prompt_ids)), max(0, end - len(self.prompt_ids)))
             assert not any(self.response_mask[tokens]), "image tokens are not sampled"
+        end = 0
+        for one in self.constrained:
+            assert end <= one.start < one.end <= n, "constrained spans are in order, inside the response"
+            assert all(self.response_mask[one.start : one.end]), "only sampled tokens are constrained"
+            end = one.end
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -353,6 +391,8 @@ class Segment:
             spans=self.spans + tuple(WeightSpan(s.version, s.start + start, s.end + start) for s in generation.spans),
             images=self.images,
             routes=routes if n else self.routes,
+            constrained=self.constrained
+            + ((generation.constrained.moved(start),) if generation.constrained is not None and n else ()),
         )
 
     def append_observed(self, ids: Sequence[int], images: Sequence[ImageSpan] = ()) -> Segment:
@@ -366,6 +406,7 @@ class Segment:
             spans=self.spans,
             images=self.images + tuple(span.moved(start) for span in images),
             routes=self.routes,
+            constrained=self.constrained,
         )
 
 

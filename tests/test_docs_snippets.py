@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from forked import Template
 
 from rally.config import Config, SftConfig
 
@@ -22,7 +23,7 @@ RECIPES = sorted((ROOT / "rally" / "recipes").glob("*/README.md"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *RECIPES]
 WITHOUT_SNIPPETS = {
     *("design.md", "index.md", "keys.md", "log.md", "benchmarks.md", "demo.md", "results.md", "replay.md"),
-    *("asynchronous.md", "models.md", "reliability.md", "security.md"),
+    *("asynchronous.md", "cluster_simulation.md", "models.md", "reliability.md", "security.md"),
 }
 RUNNABLE = [page for page in PAGES if page.name not in WITHOUT_SNIPPETS and page not in RECIPES]
 OFFLINE = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -50,15 +51,12 @@ def script(page: Path) -> str:
 
 
 @pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: page.name)
-def test_the_snippets_of_a_page_run_and_print_what_it_shows(page: Path, tmp_path: Path) -> None:
+def test_the_snippets_of_a_page_run_and_print_what_it_shows(page: Path, tmp_path: Path, template: Template) -> None:
     source = script(page)
     assert source.strip(), f"{page.name} has no python block; add one, or name the page in WITHOUT_SNIPPETS"
     file = tmp_path / f"snippets_of_{page.stem.lower()}.py"
     file.write_text(source, encoding="utf-8")
-    command = [sys.executable, file.name]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=os.environ | OFFLINE, timeout=120, capture_output=True, text=True, check=False
-    )
+    done = template.run([file.name], tmp_path, os.environ | OFFLINE)
     assert done.returncode == 0, f"{page.name}:\n{done.stderr}"
     rest = done.stdout
     for block in (b for b in blocks(page) if b.language == "output"):

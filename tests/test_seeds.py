@@ -206,7 +206,6 @@ def test_the_reward_tool_judges_an_answer_and_a_call_that_is_torn_is_answered() 
 
 MULTI_DEVICE = {
     "trainer.n_gpus_per_node=8": "set it to 1",
-    "trainer.nnodes=2": "set it to 1",
     f"{A}.strategy=megatron": f"set {A}.strategy=fsdp2",
 }
 

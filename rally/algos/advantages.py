@@ -136,6 +136,43 @@ def whiten(advantages_M: Tensor, epsilon: float = 1e-8) -> Tensor:
     return (off * (off.square().sum() / (off.numel() - 1) + epsilon).rsqrt()).float()
 
 
+def optimal_token_baseline(
+    returns_M: Tensor, energies_M: Tensor, lengths_N: Tensor, groups_N: Tensor, epsilon: float = 1e-8
+) -> Tensor:
+    """The return of each token minus the optimal baseline of its place among the sampled tokens: the mean of its
+    group's returns there, weighted by the energy up to there, as in verl. `energies_M` are 1 - 2 p + sum(p^2).
+
+    Episodes that have ended do not count. An episode without others, and the part of the longest one of a group that
+    no other one reaches, have no baseline."""
+    if not returns_M.numel():
+        return returns_M.float()
+    returns_NL, energies_NL = (
+        pad_sequence(list(values_M.double().split(lengths_N.tolist())), batch_first=True)
+        for values_M in (returns_M, energies_M)
+    )
+    present_NL = torch.arange(returns_NL.shape[1]) < lengths_N[:, None]
+    weights_NL = energies_NL.cumsum(1) * present_NL
+    count = int(groups_N.max()) + 1
+    zeros = torch.zeros((count, returns_NL.shape[1]), dtype=torch.float64)
+    above, below = (zeros.index_add(0, groups_N, x) for x in (returns_NL * weights_NL, weights_NL))
+    others = zeros.index_add(0, groups_N, present_NL.double()) > 1
+    baselines_NL = torch.where(others, above / (below + epsilon), zeros)[groups_N]
+    return (returns_NL - baselines_NL)[present_NL].float()
+
+
+def pf_ppo_weights(rewards_N: Tensor, method: str, power: float) -> Tensor:
+    """The weights with which PF-PPO draws the episodes of an update, as in verl: by the size of the reward to a power,
+    only the best and worst ones (max_min), or four times as often the best ones (max_random)."""
+    rewards_N = rewards_N.double()
+    if method == "pow":
+        weights_N = rewards_N.abs() ** power
+    elif method == "max_min":
+        weights_N = ((rewards_N == rewards_N.max()) | (rewards_N == rewards_N.min())).double()
+    else:
+        weights_N = torch.where(rewards_N == rewards_N.max(), 0.4, 0.1).double()
+    return (weights_N + 1e-8).clamp_min(1e-8)
+
+
 def _centred(rewards_N: Tensor, statistics: GroupStatistics) -> Tensor:
     off = rewards_N.double() - statistics.mean_N
     return torch.where(statistics.std_N == 0, torch.zeros_like(off), off)

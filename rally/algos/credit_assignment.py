@@ -14,8 +14,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from rally.algos.advantages import ESTIMATORS, discounted, group_sum, grpo, whiten
+from rally.algos.advantages import ESTIMATORS, discounted, group_sum, grpo, optimal_token_baseline, whiten
 
+TOKEN_BASELINES = ("optimal_token_baseline", "tir_optimal_token_baseline")
 TurnRewards = Literal["trajectory", "returns", "turn_baseline"]
 
 
@@ -34,6 +35,10 @@ class CreditSettings:
     @property
     def needs_greedy(self) -> bool:
         return self.estimator == "remax"
+
+    @property
+    def needs_energies(self) -> bool:
+        return self.estimator in TOKEN_BASELINES
 
     @property
     def needs_turns(self) -> bool:
@@ -57,7 +62,8 @@ class Turns(NamedTuple):
 
 class Scored(NamedTuple):
     """A batch of scored episodes: the reward of each episode, rewards of tokens (a KL penalty), the reward of a greedy
-    episode on the same prompt (ReMax), and the components of the reward (GDPO)."""
+    episode on the same prompt (ReMax), the components of the reward (GDPO), and the energies of tokens, 1 - 2 p +
+    sum(p^2) over the vocabulary (optimal token baseline)."""
 
     rewards_N: Tensor
     groups_N: Tensor
@@ -66,6 +72,7 @@ class Scored(NamedTuple):
     turns: Turns | None = None
     baselines_N: Tensor | None = None
     components_NC: Tensor | None = None
+    energies_M: Tensor | None = None
 
 
 def token_advantages(scored: Scored, settings: CreditSettings) -> Tensor:
@@ -78,6 +85,10 @@ def token_advantages(scored: Scored, settings: CreditSettings) -> Tensor:
         return _remax(scored, settings)
     if settings.estimator == "gdpo":
         return _gdpo(scored, settings)
+    if settings.needs_energies:
+        assert scored.energies_M is not None, "the optimal token baseline needs energies"
+        returns_M = discounted(token_rewards(scored, settings), scored.tokens_N, 1.0)
+        return optimal_token_baseline(returns_M, scored.energies_M, scored.tokens_N, scored.groups_N)
     if settings.turn_rewards == "trajectory":
         advantages_N = _estimate(settings, _episode_rewards(scored), scored.groups_N, scored.tokens_N)
         advantages_M = advantages_N.repeat_interleave(scored.tokens_N)

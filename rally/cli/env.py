@@ -47,6 +47,7 @@ def try_environment(
     args: Annotated[list[str] | None, typer.Option("--args", help="key=value, once for each argument.")] = None,
     seed: Annotated[int, typer.Option(help="The seed of the episode, or the number of its task.", min=0)] = 0,
     model: Annotated[str | None, typer.Option(help="A model that plays, instead of you.")] = None,
+    python: Annotated[str | None, typer.Option(help="As env.python: the python whose process it runs in.")] = None,
     tokens: Annotated[int, typer.Option(help="With a model: tokens of the whole response.", min=1)] = 1024,
 ) -> None:
     """Play one episode by hand, or let a model play it. A tool is called with: /call NAME {"argument": 1}"""
@@ -55,7 +56,8 @@ def try_environment(
     from rally.runs.build.data import environments_of
 
     seeds = ["env.val_size=1", f"env.val_seed={seed}"]
-    config = load_config(overrides=[f"env.name={name}", *(f"env.args.{one}" for one in args or ()), *seeds])
+    apart = [] if python is None else [f"env.python={python}"]
+    config = load_config(overrides=[f"env.name={name}", *(f"env.args.{one}" for one in args or ()), *apart, *seeds])
     if model is None:
         asyncio.run(_by_hand(environments_of(config), name, seed))
         return
@@ -63,7 +65,7 @@ def try_environment(
     from rally.track import RunFolder
 
     with tempfile.TemporaryDirectory(prefix="rally-env-") as folder:
-        entry = json.dumps([{"name": name, "args": config.env.args, "weight": 0}])  # no training rows
+        entry = json.dumps([{"name": name, "args": config.env.args, "python": python, "weight": 0}])  # no training rows
         given = [
             f"actor_rollout_ref.model.path={model}",
             f"trainer.default_local_dir={folder}",

@@ -58,7 +58,7 @@ def main() -> None:
         app(prog_name="rally")
     except RallyError as mistake:
         sys.stderr.write(f"rally: {redact(str(mistake))}\n")
-        sys.exit(2)
+        sys.exit(mistake.exit_code)
     except OSError as error:
         message = os_error_message(error)
         if message is None:

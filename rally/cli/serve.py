@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -151,6 +153,10 @@ def engine(
     ] = True,
     accept_weights: Annotated[bool, typer.Option(help="Let a training run replace the weights.")] = False,
     in_flight: Annotated[InFlight, typer.Option(help="What becomes of requests when they are replaced.")] = "keep",
+    join: Annotated[
+        Path | None,
+        typer.Option(help="The folder of a training run that this server joins; implies --accept-weights."),
+    ] = None,
 ) -> None:
     """Sample from a model over HTTP: token ids for other Rally processes, OpenAI's protocol for everybody else."""
     console = quiet_console()
@@ -162,7 +168,12 @@ def engine(
 
     if tool_format != AUTO:
         get_format(tool_format)  # raise for an unknown name before the first request
-    token = check_exposure(host, TOKEN)
+    token = os.environ.get(TOKEN) or None
+    if join is None:
+        token = check_exposure(host, TOKEN)
+    else:  # the run reads the token from the announcement
+        accept_weights, token = True, token or secrets.token_urlsafe(24)
+    own_url = None if join is None else _own_url(host, port, allow_host or ())
     if accept_weights and token is None:
         token = secrets.token_urlsafe(24)
         console.note(f"who may replace the weights must know this token; set {TOKEN}={token} where the run starts")
@@ -203,7 +214,31 @@ def engine(
         console.note(f"{name or model}, up to {settings.max_model_len:,} tokens, at http://{host}:{port}/v1")
         return create_app(served, token, accepts_weights=accept_weights)
 
-    serve(create, host, port, allow_hosts=allow_host or (), max_body_mb=max_body_mb)
+    with _announced(join, own_url, token):
+        serve(create, host, port, allow_hosts=allow_host or (), max_body_mb=max_body_mb)
+
+
+def _own_url(host: str, port: int, names: Sequence[str]) -> str:
+    """The address by which a run reaches this server."""
+    if port == 0 or (host in ("0.0.0.0", "::") and not names):
+        raise RallyError("--join needs an address that the run can use; set --port, and --host or --allow-host")
+    name = names[0] if names else host
+    return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
+
+
+@contextmanager
+def _announced(run_dir: Path | None, url: str | None, token: str | None) -> Iterator[None]:
+    """A block in which a run is told about this server; at its end the server leaves the run."""
+    if run_dir is None or url is None:
+        yield
+        return
+    from rally.engines.remote import ServerAnnouncement, announce
+
+    file = announce(run_dir, ServerAnnouncement(url, token))
+    try:
+        yield
+    finally:
+        file.unlink(missing_ok=True)
 
 
 def _options() -> OptionNames:
@@ -227,8 +262,10 @@ def _checked(served: Served, module: PreTrainedModel) -> Difference:
 
 
 def _served(module: PreTrainedModel, path: str, settings: EngineSettings, chat_template: Path | None) -> Served:
+    from rally.chat import ChatCodec
     from rally.engines import EmbeddedEngine
     from rally.models.load import check_vocabulary, load_tokenizer
+    from rally.models.token_masks import Grammars
     from rally.services.admission import Served
 
     tokenizer = load_tokenizer(path, option="--tokenizer")
@@ -240,11 +277,14 @@ def _served(module: PreTrainedModel, path: str, settings: EngineSettings, chat_t
         return str(tokenizer.decode(list(ids)))
 
     ends = getattr(module.generation_config, "eos_token_id", None) or tokenizer.eos_token_id
+    eos_ids = tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,)
+    stops = eos_ids if tokenizer.chat_template is None else ChatCodec(tokenizer, stop_ids=eos_ids).stop_ids
+    grammars = Grammars(tokenizer, module.config.get_text_config().vocab_size, stops)
     return Served(
-        engine=EmbeddedEngine(module, settings, decode=decode),
+        engine=EmbeddedEngine(module, settings, decode=decode, grammars=grammars),
         tokenizer=tokenizer,
         name=path,
-        eos_ids=tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,),
+        eos_ids=eos_ids,
     )
 
 

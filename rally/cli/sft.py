@@ -8,7 +8,7 @@ import typer
 
 from rally.cli.config_args import LOOSE, ConfigArgs, ConfigName, ConfigPath, RecipeName, recipe_path, split_config_args
 from rally.cli.console import quiet_console
-from rally.cli.train import DryRun
+from rally.cli.train import DryRun, Restart
 
 app = typer.Typer()
 
@@ -25,6 +25,7 @@ def sft(
     recipe: RecipeName = None,
     dry_run: DryRun = False,
     check: Check = False,
+    restart: Restart = False,
     config_path: ConfigPath = None,
     config_name: ConfigName = None,
 ) -> None:
@@ -42,6 +43,10 @@ def sft(
     if dry_run:
         sft_run.show(config, console)
         return
+    if restart:
+        from rally.cli.restart import own_command, run_with_restarts
+
+        raise typer.Exit(run_with_restarts(own_command(), config.run_dir / "checkpoints", console.note))
     from rally.distributed import sft as run
 
     outcome = run(config, console)

@@ -13,6 +13,9 @@ app = typer.Typer()
 
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be run, and stop.")]
+Restart = Annotated[
+    bool, typer.Option("--restart", help="If a rank or a node is lost, start again from the last checkpoint.")
+]
 
 
 @app.command(context_settings=LOOSE)
@@ -20,6 +23,7 @@ def train(
     args: ConfigArgs = None,
     recipe: RecipeName = None,
     dry_run: DryRun = False,
+    restart: Restart = False,
     config_path: ConfigPath = None,
     config_name: ConfigName = None,
 ) -> None:
@@ -35,6 +39,10 @@ def train(
 
         show(config, console)
         return
+    if restart:
+        from rally.cli.restart import own_command, run_with_restarts
+
+        raise typer.Exit(run_with_restarts(own_command(), config.run_dir / "checkpoints", console.note))
     from rally.distributed import train as run
     from rally.track import run_summary, write_curve
 

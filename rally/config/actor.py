@@ -198,6 +198,7 @@ class ActorConfig(Section):
     entropy_checkpointing: bool = False
     """Accepted and has no effect: the backward pass always recomputes logits, chunk by chunk."""
     calculate_sum_pi_squared: bool = False
+    """Accepted and has no effect: the optimal token baseline always computes it, and nothing else needs it."""
     sum_pi_squared_checkpointing: bool = False
     use_fused_kernels: bool = False
     """The same as model.use_fused_kernels."""

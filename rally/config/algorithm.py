@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from rally.config.actor import KlKind
-from rally.config.base import Count, Float, Natural, NonNegative, Positive, Section, Share, Texts
+from rally.config.base import Count, Natural, NonNegative, Positive, Section, Share, Texts
 
 
 class KlCtrl(Section):
@@ -21,7 +21,10 @@ class KlCtrl(Section):
 
 class PfPpo(Section):
     reweight_method: Literal["pow", "max_min", "max_random"] = "pow"
-    weight_pow: Float = 2.0
+    """The weight of an episode: its reward without sign to the power weight_pow, only the best and the worst ones, or
+    0.4 for the best ones and 0.1 for the others."""
+    weight_pow: NonNegative = 2.0
+    """reweight_method=pow: the power."""
 
 
 class Rejection(NamedTuple):
@@ -129,6 +132,7 @@ class AlgorithmConfig(Section):
     """The KL estimator of use_kl_in_reward: k1 (kl), k2 (mse), k3 (low_var_kl) or abs."""
     kl_ctrl: KlCtrl = KlCtrl()
     use_pf_ppo: bool = False
+    """adv_estimator=gae: draw the episodes of an update with replacement, by weights from their rewards (PF-PPO)."""
     pf_ppo: PfPpo = PfPpo()
     rollout_correction: RolloutCorrection = RolloutCorrection()
     filter_groups: FilterGroups = FilterGroups()

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
-from omegaconf import OmegaConf
+import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -76,7 +76,8 @@ class Root(Section):
 
         Secrets that came from the environment are written as `${oc.env:NAME}`, others as `***`.
         """
-        return OmegaConf.to_yaml(OmegaConf.create(redact_tree(_escaped(self.model_dump(mode="json")))))
+        tree = redact_tree(_escaped(self.model_dump(mode="json")))
+        return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
     def first_set(self, keys: tuple[str, ...]) -> Any:
         """The value of the first of these keys that is not None."""
@@ -89,6 +90,31 @@ def look_up(config: Section, key: str) -> Any:
     for part in key.split("."):
         value = getattr(value, part)
     return value
+
+
+class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
+    """Quotes the texts that OmegaConf would load as booleans or numbers. Wrapping the tree in OmegaConf is slow."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _represent_str(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style="'" if _BOOL.fullmatch(text) or _number(text) else None
+    )
+
+
+_BOOL = re.compile("y|Y|yes|Yes|YES|n|N|no|No|NO|true|True|TRUE|false|False|FALSE|on|On|ON|off|Off|OFF")
+_Dumper.add_representer(str, _represent_str)
+
+
+def _number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _escaped(value: Any) -> Any:

@@ -20,7 +20,7 @@ class Sampler(Section):
     class_path: PathText | None = None
     """A Python file or an importable module that holds a sampler class of your own."""
     class_name: str | None = None
-    """The class in class_path; it derives from rally.data.RowSampler."""
+    """The class in class_path; it derives from rally.data.RowSampler, or from verl's AbstractSampler."""
 
 
 class Curriculum(Section):
@@ -90,7 +90,7 @@ class DataConfig(Section):
     need_tools_kwargs: bool = False
     """Reject rows without extra_info.tools_kwargs."""
     sampler: Sampler = Sampler()
-    """A sampler class of your own, derived from rally.data.RowSampler."""
+    """A sampler class of your own, derived from rally.data.RowSampler or from verl's AbstractSampler."""
     curriculum: Curriculum = Curriculum()
 
     return_raw_chat: bool = True

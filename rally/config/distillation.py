@@ -23,15 +23,28 @@ LossMode = Literal[
 ]
 
 
+class TeacherServer(Section):
+    url: str | None = None
+    """A running server of the teacher, as http://HOST:PORT. inference.name says which: rally (`rally serve engine`),
+    vllm or sglang. null loads the teacher in process."""
+    timeout: Positive = 600.0
+    """Seconds that the server may take for one row."""
+    max_connections: Count = 32
+    """Rows that are sent at once."""
+
+
 class TeacherModel(Section):
     key: str | None = None
     """Which rows it teaches: those whose teacher_key column has this value. A single teacher teaches all rows."""
     model_path: PathText | None = None
-    """A model folder or a Hub name, with the tokenizer of the policy. It is loaded in process."""
+    """A model folder or a Hub name, with the tokenizer of the policy. It is loaded in process unless server.url is
+    set; the server must then serve this model."""
+    server: TeacherServer = TeacherServer()
     num_replicas: int | None = None
-    """Accepted and has no effect: a teacher is loaded once."""
+    """Accepted and has no effect: a teacher is loaded once, or its server is already running."""
     inference: dict[str, Any] = Field(default_factory=dict)
-    """inference.dtype is the teacher's dtype. verl's other keys of a teacher's server have no effect."""
+    """inference.dtype is the dtype of a teacher in process, inference.name the kind of a running server. verl's other
+    keys of a teacher's server have no effect."""
 
 
 class DistillationLossKeys(Section):

@@ -16,6 +16,8 @@ class EnvEntry(Section):
     """As env.args."""
     weight: NonNegative = 1.0
     """The share of the training rows, relative to the other entries. 0 only validates."""
+    python: str | None = None
+    """As env.python."""
     label: str | None = None
     """The name in rows and metrics; null takes the name."""
 
@@ -27,6 +29,9 @@ class EnvConfig(Section):
     made from seeds, and data.train_files is not needed."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the environment, such as env.args.max_terms=3."""
+    python: str | None = None
+    """The python of another environment, such as /envs/bfcl/bin/python, in whose process env.name runs. It needs Python
+    3.11 and the package of the environment, not Rally. null: this process."""
     mixture: Annotated[tuple[EnvEntry, ...], AsList] = ()
     """Several environments instead of env.name: a list of {name, args, weight, label}."""
     train_size: Count = 1000
@@ -46,4 +51,4 @@ class EnvConfig(Section):
     @property
     def entries(self) -> tuple[EnvEntry, ...]:
         """The environments of the run; none if it has rows in files."""
-        return self.mixture if self.name is None else (EnvEntry(name=self.name, args=self.args),)
+        return self.mixture if self.name is None else (EnvEntry(name=self.name, args=self.args, python=self.python),)

@@ -21,19 +21,20 @@ from rally.config.checks.unsupported import SFT_UNSUPPORTED, UNSUPPORTED, Unsupp
 from rally.config.errors import ConfigError, sentence, shown
 from rally.config.schema import Config
 from rally.config.sft import SftConfig
-from rally.config.verl_keys import (
-    HINTS,
-    OWN_FILES,
-    SFT_HINTS,
-    Dropped,
-    Translation,
-    group_choices,
-    hint_for,
+from rally.config.verl_key_tables import HINTS, SFT_HINTS, hint_for
+from rally.config.verl_keys import OWN_FILES, Dropped, Translation, group_choices, translate
+from rally.config.yaml_files import (
+    DEEPEST,
+    Document,
+    Notes,
+    Tree,
+    check_values,
+    first_line,
     leaves,
-    translate,
+    merge,
+    read_document,
     without,
 )
-from rally.config.yaml_files import DEEPEST, Document, Notes, Tree, check_values, first_line, merge, read_document
 from rally.redact import learn_tree
 from rally.util.checksums import UNREADABLE
 
@@ -259,7 +260,21 @@ def _override(text: str) -> Tree:
         ) from None
     assert isinstance(parsed, dict)
     check_values(parsed, f"the override {shown(text)}", DEEPEST - key.count("."))
-    return {key: parsed["value"]}
+    return {key: _hydra_pairs(parsed["value"]) if value.strip().startswith("{") else parsed["value"]}
+
+
+def _hydra_pairs(value: Any) -> Any:
+    """A mapping in Hydra's syntax, `{a:1,b:x}`: without a space after the colon YAML reads the pair as one name."""
+    if not isinstance(value, dict):
+        return value
+    pairs: Tree = {}
+    for name, item in value.items():
+        key, colon, text = str(name).partition(":")
+        if item is None and colon and key:
+            [pairs[key]] = _override(f"{key}={text}").values()
+        else:
+            pairs[name] = _hydra_pairs(item)
+    return pairs
 
 
 def _expanded(layer: Mapping[str, Any]) -> Tree:

@@ -118,7 +118,8 @@ class AgentConfig(Section):
     """A YAML list of agent loops: name, _target_ (the class) and options of its __init__."""
 
     num_workers: Count = 1
-    """Multiplies trace.max_samples_per_step_per_worker. All loops run in one event loop, so it has no other effect."""
+    """With rollout servers: processes that play and score episodes, over all nodes (docs/cluster.md). 1 plays them in
+    the process of rank 0. It also multiplies trace.max_samples_per_step_per_worker."""
     agent_loop_manager_class: str | None = None
     custom_async_server: CustomServer = CustomServer()
 
@@ -157,9 +158,15 @@ class ServerConfig(Section):
 
 
 class CheckpointEngine(Section):
-    backend: Literal["naive", "files", "ipc", "nccl", "nixl", "hccl"] = "naive"
-    """How weights reach servers. files writes them, to memory if it has space. ipc uses CUDA IPC to a launched server
-    on the trainer's GPU. naive is ipc for SGLang where that is possible, else files."""
+    backend: Literal["naive", "files", "ipc", "delta", "delta_sharded", "nccl", "nixl", "hccl"] = "naive"
+    """How weights reach servers. files writes them, to memory if it has space. delta writes what changed, for servers
+    of Rally's own (rollout.name=rally); delta_sharded, verl's name, is the same here. ipc uses CUDA IPC to a launched
+    server on the trainer's GPU. naive is ipc for SGLang where that is possible, else files."""
+    folder: PathText | None = None
+    """The folder through which weights reach servers as files or deltas; servers on other machines must see it under
+    the same path. null is shared memory if all servers are on this machine, else weights in the run folder."""
+    full_every: Count = 10
+    """backend=delta: every so many versions a full one is written, from which servers that join later start."""
     update_weights_bucket_megabytes: Count = 2048
     """The largest size of one weight file, in MB, when weights reach servers as files."""
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)

@@ -106,6 +106,11 @@ class Config(Root):
         return self.actor_rollout_ref.rollout
 
     @property
+    def uses_loop_workers(self) -> bool:
+        """Whether episodes are played by processes of their own."""
+        return self.rollout.agent.num_workers > 1 and self.rollout.name != "embedded"
+
+    @property
     def asynchronous(self) -> bool:
         """Whether batches are sampled ahead of the updates that train on them."""
         return self.trainer.v1.trainer_mode != "sync"

@@ -63,10 +63,29 @@ class RunConfig(Section):
     """Before the first step, compare the forwards that the run uses with the model's own forward on the first rows of
     the data, and stop if they differ (docs/training.md). false starts without the comparison."""
     nnodes: Count = 1
+    """Machines that share the policy, with n_gpus_per_node GPUs each. Above 1 they are nodes of a Ray cluster
+    (docs/cluster.md)."""
     n_gpus_per_node: Count = 1
-    """GPUs that share the policy, one process each (docs/cluster.md). On a machine without a GPU, 1 is the CPU."""
+    """GPUs of each machine that share the policy, one process each (docs/cluster.md). On a machine without a GPU, 1 is
+    the CPU."""
+    launcher: Literal["auto", "local", "ray"] = "auto"
+    """Who starts the processes of the run. local: this process, on this machine. ray: agents on the nodes of a Ray
+    cluster. auto: ray if nnodes is above 1."""
+    ray_wait_register_center_timeout: Count = 300
+    """Seconds to wait until a Ray cluster has the resources of the run."""
+    node_heartbeat_timeout: Positive = 20.0
+    """Seconds without an answer after which a node of a Ray cluster is lost."""
 
     default_hdfs_dir: PathText | None = None
+
+    @property
+    def world_size(self) -> int:
+        """The ranks that share the policy."""
+        return self.nnodes * self.n_gpus_per_node
+
+    @property
+    def on_ray(self) -> bool:
+        return self.launcher == "ray" or (self.launcher == "auto" and self.nnodes > 1)
 
     @property
     def run_dir(self) -> Path:
@@ -134,7 +153,6 @@ class TrainerConfig(RunConfig):
     """First steps that train the critic and not the policy."""
     esi_redundant_time: NonNegative = 0
     del_local_ckpt_after_load: bool = False
-    ray_wait_register_center_timeout: Count = 300
 
 
 PER_UPDATE = "rollout and trainer share their weights, so every update reaches the rollout at once"
@@ -164,7 +182,10 @@ class TransferQueue(Section):
 
 
 class RayInit(Section):
+    address: str | None = None
+    """The address of the Ray cluster. null: RAY_ADDRESS, or the cluster of this machine."""
     num_cpus: Count | None = None
+    """CPUs of a Ray cluster that the run starts by itself, for trainer.launcher=ray without a running one."""
 
 
 class RayKwargs(Section):

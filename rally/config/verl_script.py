@@ -41,6 +41,7 @@ class VerlCommand(NamedTuple):
     config_path: str | None
     config_name: str | None
     words: tuple[str, ...]
+    options: tuple[str, ...] = ()  # of Hydra, which are not read
 
 
 def rally_command(module: str) -> str:
@@ -80,10 +81,11 @@ def from_verl(path: Path) -> str:
     except (UnicodeDecodeError, IsADirectoryError):
         raise ConfigError(f"{path} is not a shell script of UTF-8 text; name one.") from None
     commands, assumed = _verl_commands(text)
-    module, config_path, config_name, words = commands[-1]
+    module, config_path, config_name, words, unread = commands[-1]
     command = rally_command(module)
     lines = [f"# assumed: {text}" for text in assumed]
     lines += [f"# not here: the script also starts {other.module}" for other in commands[:-1]]
+    lines += [f"# dropped: {option}: it is an option of Hydra, which Rally does not run" for option in unread]
     file = _config_file(path, config_path, config_name)
     if file is not None and not file.exists() and not is_own_file(file):
         lines.append(f"# not read: {config_path or '.'}/{config_name} is not here, so its keys are not in these lines")
@@ -101,6 +103,8 @@ def from_verl(path: Path) -> str:
         key, equals, value = word.lstrip("+").partition("=")
         if equals and not _within(key, gone):
             options.append(f"{renamed.get(key, key)}={_quoted(value)}")
+        elif equals and (inside := sorted(other for other in gone if other.startswith(f"{key}."))):
+            lines.append(f"# not here: {key}={value} holds {', '.join(inside)}; write its other keys one by one")
     return "\n".join((*lines, " \\\n    ".join((f"rally {command}", *options))))
 
 
@@ -164,6 +168,7 @@ def _verl_command(words: Sequence[str]) -> VerlCommand | None:
 def _arguments(module: str, words: Sequence[str]) -> VerlCommand:
     options: dict[str, str] = {}
     kept: list[str] = []
+    unread: list[str] = []
     waiting = None
     for word in words:
         name, equals, value = word.partition("=")
@@ -177,6 +182,9 @@ def _arguments(module: str, words: Sequence[str]) -> VerlCommand:
                 waiting = name
         elif re.fullmatch(r"\d*[<>&]+", word):
             waiting = "redirection"
+        elif word.startswith("-") and word.strip("-"):
+            unread.append(word)
         elif not re.match(r"\d*[<>]|-", word) and word.strip():
             kept.append(word)
-    return VerlCommand(module, options.get("--config-path"), options.get("--config-name"), tuple(kept))
+    folder = options.get("--config-path") or options.get("--config-dir")
+    return VerlCommand(module, folder, options.get("--config-name"), tuple(kept), tuple(unread))

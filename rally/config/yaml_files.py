@@ -189,3 +189,41 @@ def _texts(value: Any) -> Iterator[str]:
 def first_line(error: Exception) -> str:
     """The first line of a library's error, without its full stop."""
     return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+def at(tree: Any, key: str, default: Any = None) -> Any:
+    """The value at a dotted key of the tree, or `default` if it is not set."""
+    for part in key.split("."):
+        if not isinstance(tree, dict) or part not in tree:
+            return default
+        tree = tree[part]
+    return tree
+
+
+def put(tree: Tree, key: str, value: Any) -> Tree:
+    """The tree with the value at a dotted key."""
+    head, _, rest = key.partition(".")
+    below = tree.get(head)
+    return {**tree, head: put(below if isinstance(below, dict) else {}, rest, value) if rest else value}
+
+
+def without(tree: Tree, key: str) -> Tree:
+    """The tree without a dotted key, and without the sections that this leaves empty."""
+    head, _, rest = key.partition(".")
+    if head not in tree:
+        return tree
+    below = tree[head]
+    kept = without(below, rest) if rest and isinstance(below, dict) else None
+    if kept:
+        return {**tree, head: kept}
+    return {name: value for name, value in tree.items() if name != head}
+
+
+def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every key of the tree with its value; an empty mapping is a value."""
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict) and value:
+            yield from leaves(value, key + ".")
+        else:
+            yield key, value

@@ -167,13 +167,14 @@ def restore(sampler: RowSampler, saved: Mapping[str, Any]) -> str | None:
     return None
 
 
-def load_sampler_class(path: str, name: str) -> type[RowSampler]:
-    """The class `name` of a file (`my_sampler.py`) or of a module (`my_package.sampler`, also with `pkg://`)."""
+def load_sampler_class(path: str, name: str, bases: tuple[type, ...] = (RowSampler,)) -> type:
+    """The class `name` of a file (`my_sampler.py`) or of a module (`my_package.sampler`, also with `pkg://`), derived
+    from one of `bases`."""
     cls = getattr(_import(path), name, None)
-    if not (isinstance(cls, type) and issubclass(cls, RowSampler)):
+    if not (isinstance(cls, type) and issubclass(cls, bases)):
         raise DataError(
-            f"{path} has no class {name} that is a rally.data.RowSampler; correct data.sampler.class_name or derive "
-            "the class from it"
+            f"{path} has no class {name} that is a rally.data.RowSampler, or a sampler of verl; correct "
+            "data.sampler.class_name or derive the class from one of them"
         )
     return cls
 

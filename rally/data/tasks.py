@@ -19,7 +19,7 @@ import numpy as np
 from rally.data.messages import check_mapping, check_messages, load_images, place_images, shown
 from rally.data.row_files import DataError, Files, Row, RowFile, RowLocation, RowSet, plain, read_rows
 from rally.importing import ImportFailed, import_path
-from rally.types import Message, Task
+from rally.types import Message, RallyError, Task
 
 TaskSet: TypeAlias = RowSet[Task]
 
@@ -153,6 +153,8 @@ class CustomRows:
     def __getitem__(self, number: int) -> Row:
         try:
             row = self.source[number]
+        except RallyError:
+            raise
         except Exception as error:  # a user's class may fail in any way
             problem = f"{type(error).__name__}: {error}"
             raise DataError(f"data.custom_cls fails at row {number} (counted from 0; {problem}); fix it") from error
@@ -162,6 +164,12 @@ class CustomRows:
 
     def __iter__(self) -> Iterator[Row]:
         return (self[number] for number in range(len(self)))
+
+
+TOKENIZED_ROWS = (
+    "the data set class tokenizes its rows itself, and Rally renders and tokenizes the prompt column, with its images, "
+    "itself; leave data.custom_cls out, or let __getitem__ return the row with its messages"
+)
 
 
 class FileRows:
@@ -182,6 +190,9 @@ class FileRows:
 
     def _read_files_and_tokenize(self) -> None:
         self.dataframe = [row for file in self.data_files for row in read_rows(Path(file))]
+
+    def _build_messages(self, example: Any, *args: Any, **options: Any) -> Any:
+        raise DataError(TOKENIZED_ROWS)
 
     def __len__(self) -> int:
         return len(self.dataframe)

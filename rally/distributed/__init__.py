@@ -1,17 +1,24 @@
-"""Training over several processes of one machine, each with its shard of the weights.
+"""Training over several processes, each with its shard of the weights, on this machine or on nodes of a Ray cluster.
 
-`train` and `sft` are `rally train` and `rally sft` over `trainer.n_gpus_per_node` GPUs, or processes on the CPU. The
-calling process is rank 0. They must be called from the main thread.
+`train` and `sft` are `rally train` and `rally sft` over `trainer.nnodes * n_gpus_per_node` GPUs, or processes on the
+CPU. The calling process is rank 0. They must be called from the main thread.
 """
 
 from __future__ import annotations
 
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
 from rally.config import Config, SftConfig
 from rally.config.actor import FsdpConfig
 from rally.config.checks.multi_gpu import with_rollout_servers
-from rally.config.trainer import RunConfig
+from rally.config.trainer import RayKwargs, RunConfig
 from rally.distributed.controller import Controller, ControllerSettings
 from rally.models.load import pick_device
+from rally.nodes import THIS_MACHINE, Node, NodeRequest, RayCluster, RaySettings, RunNodes
 from rally.runs import sft as sft_run
 from rally.runs import train as run
 from rally.runs.build.run_inputs import RunOutcome
@@ -23,34 +30,76 @@ SFT_TIMEOUT_SECONDS = 600.0
 
 
 def train(config: Config, console: RunConsole | None = None) -> RunOutcome:
-    """Train as configured, over trainer.n_gpus_per_node processes of which this is one."""
+    """Train as configured, over trainer.nnodes * n_gpus_per_node processes of which this is one."""
     console = console or RunConsole()
-    if config.trainer.n_gpus_per_node == 1:
-        return run.train(config, console)
     configured, config = config.rollout.name, with_rollout_servers(config)
     if config.rollout.name != configured:
         console.note(
-            f"the policy is sharded over {config.trainer.n_gpus_per_node} ranks and cannot generate, so Rally starts "
+            f"the policy is sharded over {config.trainer.world_size} ranks and cannot generate, so Rally starts "
             f"its own servers (rollout.name=rally rollout.data_parallel_size={config.rollout.data_parallel_size})"
         )
-    seconds = float(config.actor_rollout_ref.nccl_timeout)
-    with Controller(_settings(config.trainer, config.actor.fsdp_config, seconds)) as controller:
-        return run.train(config, console, controller)
+    rollout = config.rollout
+    with _nodes(config.trainer, config.ray_kwargs, console, rollout.nnodes, rollout.n_gpus_per_node or 0) as nodes:
+        if config.trainer.world_size == 1:
+            return run.train(config, console, nodes=nodes)
+        seconds = float(config.actor_rollout_ref.nccl_timeout)
+        with Controller(_settings(config.trainer, config.actor.fsdp_config, seconds, nodes.trainer)) as controller:
+            return run.train(config, console, controller, nodes)
 
 
 def sft(config: SftConfig, console: RunConsole | None = None) -> RunOutcome:
-    """Fine-tune as configured, over trainer.n_gpus_per_node processes of which this is one."""
-    if config.trainer.n_gpus_per_node == 1:
+    """Fine-tune as configured, over trainer.nnodes * n_gpus_per_node processes of which this is one."""
+    console = console or RunConsole()
+    if config.trainer.world_size == 1:
         return sft_run.sft(config, console)
-    with Controller(_settings(config.trainer, config.model.fsdp_config, SFT_TIMEOUT_SECONDS)) as controller:
+    with (
+        _nodes(config.trainer, RayKwargs(), console) as nodes,
+        Controller(
+            _settings(config.trainer, config.model.fsdp_config, SFT_TIMEOUT_SECONDS, nodes.trainer)
+        ) as controller,
+    ):
         return sft_run.sft(config, console, controller)
 
 
-def _settings(trainer: RunConfig, fsdp: FsdpConfig, seconds: float) -> ControllerSettings:
+def _settings(trainer: RunConfig, fsdp: FsdpConfig, seconds: float, nodes: Sequence[Node]) -> ControllerSettings:
     return ControllerSettings(
-        world_size=trainer.n_gpus_per_node,
+        world_size=trainer.world_size,
         device=pick_device(trainer.device).type,
+        nodes=nodes,
         logs=trainer.run_dir / "ranks",
         timeout_seconds=seconds,
         reshard=fsdp.reshard_after_forward,
     )
+
+
+@contextmanager
+def _nodes(
+    trainer: RunConfig, keys: RayKwargs, console: RunConsole, rollout_nodes: int = 0, rollout_gpus: int = 0
+) -> Iterator[RunNodes]:
+    """The nodes of the run: this machine, or those that a Ray cluster reserves."""
+    if not trainer.on_ray:
+        yield THIS_MACHINE
+        return
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # else asking for GPUs fixes which ones are visible
+    gpus = trainer.n_gpus_per_node if pick_device(trainer.device).type == "cuda" else 0
+    training = [
+        NodeRequest(cpus=float(trainer.n_gpus_per_node), gpus=gpus, here=number == 0)
+        for number in range(trainer.nnodes)
+    ]
+    sampling = [NodeRequest(cpus=1.0, gpus=rollout_gpus if gpus else 0) for _ in range(rollout_nodes)]
+    settings = RaySettings(
+        address=keys.ray_init.address,
+        may_start=trainer.nnodes == 1 and not rollout_nodes,
+        num_cpus=keys.ray_init.num_cpus,
+        wait_seconds=float(trainer.ray_wait_register_center_timeout),
+        heartbeat_seconds=trainer.node_heartbeat_timeout,
+    )
+    folder = trainer.run_dir.absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".seen-by-all-nodes-") as marker:
+        cluster = RayCluster(settings, training + sampling, [Path.cwd(), Path(marker.name)], console.note).open()
+    with cluster:
+        nodes = RunNodes(cluster.nodes[: trainer.nnodes], cluster.nodes[trainer.nnodes :])
+        if gpus:  # before CUDA starts in this process
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(nodes.trainer[0].gpus)
+        yield nodes

@@ -1,7 +1,7 @@
 """Rank 0: starts the workers and broadcasts the computations that all ranks run together.
 
-If a worker is lost, the run ends within seconds with an error that quotes the worker's log. Workers never outlive this
-process (`ServerProcess`). Messages are sent one at a time, from any thread.
+Ranks are numbered node by node. If a worker or its node is lost, the run ends within seconds with an error that quotes
+the worker's log. Workers never outlive this process. Messages are sent one at a time, from any thread.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,17 +22,24 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from torch import Tensor
+from torch._C._distributed_c10d import FileStore, Store
 from transformers import PreTrainedModel
 
-from rally.distributed.process_group import ProcessGroup
-from rally.models.sharding import Message
+from rally.distributed.process_group import (
+    SECRET_VARIABLE,
+    ProcessGroup,
+    Rendezvous,
+    host_store,
+    new_secret,
+)
+from rally.models.sharding import M, Message
+from rally.nodes import LOCAL, Node, NodeError, NodeProcess
 from rally.train.rank_messages import Shutdown
-from rally.types import RallyError
-from rally.util.subprocesses import ServerProcess
+from rally.types import LOST_EXIT_CODE, RallyError
 
 POLL_SECONDS = 0.2
 NOTICE_SECONDS = 3.0  # a connection breaks before the death of its process is noticed
-GRACE_SECONDS = 10.0  # for rank 0 to leave a computation that a lost rank cannot finish
+GRACE_SECONDS = 5.0  # for rank 0 to leave a computation that a lost rank cannot finish
 STDERR = 2
 T = TypeVar("T")
 
@@ -40,18 +47,28 @@ T = TypeVar("T")
 class LostRank(RallyError):
     """A worker has ended or stopped responding, which ends the run."""
 
+    exit_code = LOST_EXIT_CODE
+
 
 @dataclass(frozen=True, kw_only=True)
 class ControllerSettings:
     """The size of the process group, its device and its limits. `timeout_seconds` bounds every collective within a
-    computation."""
+    computation. Every node has equally many ranks; rank 0 is on the first."""
 
     world_size: int
     device: str
+    nodes: Sequence[Node] = (LOCAL,)
     logs: Path
     timeout_seconds: float = 600.0
     start_seconds: float = 600.0
     reshard: bool = True
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.world_size // len(self.nodes)
+
+    def node(self, rank: int) -> Node:
+        return self.nodes[rank // self.ranks_per_node]
 
 
 class Controller:
@@ -61,8 +78,10 @@ class Controller:
 
     def __init__(self, settings: ControllerSettings) -> None:
         self.settings = settings
-        self.workers: list[ServerProcess] = []
+        self.workers: list[NodeProcess] = []
         self._home = Path(tempfile.mkdtemp(prefix=f"rally-ranks-{os.getpid()}-"))
+        self._place = str(self._home / RENDEZVOUS)
+        self._secret = new_secret()
         self._joined_group: ProcessGroup | None = None
         self._lock = threading.Lock()
         self._numbers = itertools.count()
@@ -91,11 +110,20 @@ class Controller:
         """Start the workers and send them the plan. Call it in the main thread: workers end with the thread that
         started them."""
         settings = self.settings
-        self.workers = [self._launch(rank) for rank in range(1, self.world_size)]
+        store: Store
+        if list(settings.nodes) == [LOCAL]:
+            store = FileStore(self._place, settings.world_size)
+        else:
+            store, self._place = host_store(settings.nodes[0].address)
+        for rank in range(1, self.world_size):
+            try:
+                self.workers.append(self._launch(rank))
+            except NodeError as problem:
+                raise LostRank(f"rank {rank} of {self.world_size} cannot be started: {problem}") from None
         threading.Thread(target=self._watch_workers, name="rally-ranks", daemon=True).start()
         deadline = time.monotonic() + settings.start_seconds
         with self._computation():
-            while not all((self._home / ready_file(rank)).exists() for rank in range(1, self.world_size)):
+            while not store.check([ready_key(rank) for rank in range(1, self.world_size)]):
                 self._raise_if_lost()
                 if time.monotonic() > deadline:
                     raise LostRank(
@@ -104,7 +132,7 @@ class Controller:
                     )
                 time.sleep(POLL_SECONDS / 4)
             self._joined_group = ProcessGroup(
-                0, settings.world_size, self._home / RENDEZVOUS, settings.device, settings.timeout_seconds
+                0, settings.world_size, self._rendezvous(0), settings.device, settings.timeout_seconds, store
             )
             self._joined_group.send(plan)
 
@@ -131,6 +159,9 @@ class Controller:
             yield
             self._group.reshard()
 
+    def scatter(self, messages: Sequence[M]) -> M:
+        return self._group.scatter(messages)
+
     def summon(self, model: PreTrainedModel, work: Callable[..., T], *args: Any) -> T:
         return self._group.summon(model, work, *args)
 
@@ -154,11 +185,27 @@ class Controller:
         assert self._joined_group is not None, "the ranks have not been started"
         return self._joined_group
 
-    def _launch(self, rank: int) -> ServerProcess:
+    def _rendezvous(self, rank: int) -> Rendezvous:
         settings = self.settings
-        arguments = (rank, settings.world_size, self._home / RENDEZVOUS, settings.device, settings.timeout_seconds)
+        return Rendezvous(
+            place=self._place,
+            secret=self._secret,
+            address=settings.node(rank).address,
+            local_rank=rank % settings.ranks_per_node,
+        )
+
+    def _launch(self, rank: int) -> NodeProcess:
+        settings, meeting = self.settings, self._rendezvous(rank)
+        arguments = (
+            *(rank, settings.world_size, meeting.place, meeting.address, meeting.local_rank),
+            *(settings.device, settings.timeout_seconds),
+        )
         command = [sys.executable, "-m", "rally.distributed.worker", *map(str, arguments)]
-        return ServerProcess(command, {}, settings.logs / f"rank-{rank}.log")
+        node = settings.node(rank)
+        environment = {SECRET_VARIABLE: self._secret}
+        if node.gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(node.gpus)
+        return node.launch(command, environment, settings.logs / f"rank-{rank}.log")
 
     @contextmanager
     def _computation(self) -> Iterator[None]:
@@ -198,12 +245,14 @@ class Controller:
         stuck = self._current
         if not self._stopping.wait(GRACE_SECONDS) and stuck is not None and stuck == self._current:
             os.write(STDERR, f"\nrally: {self._loss}\n".encode())
-            os._exit(1)
+            os._exit(LOST_EXIT_CODE)
 
     def _loss_message(self, rank: int) -> str:
         again = "start the same command again to resume from the last checkpoint"
+        node = self.settings.node(rank)
+        reason = "has ended" if node.loss is None else f"is lost because {node.loss}"
         log = self.workers[rank - 1].log_tail()
-        return f"rank {rank} of {self.world_size}, which held a shard of the policy, has ended; {again}; {log}"
+        return f"rank {rank} of {self.world_size}, which held a shard of the policy, {reason}; {again}; {log}"
 
     def _timeout_message(self) -> str:
         waited = f"a collective timed out after {self.settings.timeout_seconds:g} s"
@@ -219,10 +268,10 @@ class Controller:
 RENDEZVOUS = "rendezvous"
 
 
-def ready_file(rank: int) -> str:
-    """The name of the file that a worker creates right before it joins the process group."""
+def ready_key(rank: int) -> str:
+    """What a worker sets in the store right before it joins the process group."""
     return f"ready-{rank}"
 
 
-async def _stop(workers: list[ServerProcess]) -> None:
+async def _stop(workers: list[NodeProcess]) -> None:
     await asyncio.gather(*(worker.stop() for worker in workers))

@@ -1,6 +1,8 @@
-"""Encoding of the messages that rank 0 broadcasts. Decoding gives an equal message and never executes content.
+"""Encoding of the messages that rank 0 sends. Decoding gives an equal message and never executes content.
 
-A message is the length of its header (8 bytes), the header (JSON), and tensors (safetensors).
+A message is the length of its header (8 bytes), the header (JSON), and arrays (safetensors). Of a row, only the tokens
+that it does not share with the row before it are sent, its sampled positions as bits, and a field whose values are all
+equal as one value. So a row of GRPO takes about 4 bytes per new token and 4 per sampled token.
 """
 
 from __future__ import annotations
@@ -8,18 +10,20 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from safetensors.torch import load, save
-from torch import Tensor
+from safetensors.numpy import load, save
 
 from rally.config import Config, SftConfig
 from rally.models.sharding import Message
 from rally.runs.build.models import RunPlan
 from rally.train.batch import TrainBatch
-from rally.train.packing import Row
+from rally.train.micro_batches import MicroBatches, MicroBatchShare
+from rally.train.packing import FIELDS, PER_SAMPLED, Row, TeacherTokens, Tokens, joined, shared
 from rally.train.rank_messages import (
     CompareForwards,
     ComputeLogits,
@@ -37,30 +41,19 @@ from rally.train.rank_messages import (
 )
 from rally.types import Routes
 
-PER_ROW = {
-    "ids": torch.int64,
-    "sampled": torch.int64,
-    "logprobs": torch.float64,
-    "advantages": torch.float64,
-    "weights": torch.float64,
-    "stale": torch.bool,
-    "marked": torch.bool,
-    "values": torch.float64,
-    "returns": torch.float64,
-}
+Array = np.ndarray[Any, np.dtype[Any]]
+PER_EPISODE = ("rewards_N", "groups_N", "tokens_N")
 SCHEMAS: dict[str, type[Config | SftConfig]] = {"Config": Config, "SftConfig": SftConfig}
 BATCHES: dict[str, type[UpdatePolicy | UpdateCritic]] = {"UpdatePolicy": UpdatePolicy, "UpdateCritic": UpdateCritic}
-QUERIES: dict[str, type[ComputeReference | ComputeValues | ComputeLoss]] = {
-    kind.__name__: kind for kind in (ComputeReference, ComputeValues, ComputeLoss)
-}
-EMPTY: dict[str, type[GatherWeights | GatherCritic | Shutdown]] = {
-    kind.__name__: kind for kind in (GatherWeights, GatherCritic, Shutdown)
+EMPTY: dict[str, type[ComputeReference | ComputeValues | ComputeLoss | GatherWeights | GatherCritic | Shutdown]] = {
+    kind.__name__: kind
+    for kind in (ComputeReference, ComputeValues, ComputeLoss, GatherWeights, GatherCritic, Shutdown)
 }
 
 
-def encode(message: Message) -> bytes:
+def encode(message: Message) -> bytearray:
     header: dict[str, Any] = {"kind": type(message).__name__}
-    tensors: dict[str, Tensor] = {}
+    arrays: dict[str, Array] = {}
     match message:
         case RunPlan(config, checkpoint, steps):
             place = None if checkpoint is None else str(checkpoint)
@@ -68,91 +61,160 @@ def encode(message: Message) -> bytes:
             header["schema"] = type(config).__name__
         case UpdatePolicy(batch, step, seed) | UpdateCritic(batch, step, seed):
             header |= {"step": step, "seed": seed}
-            tensors = {**rows_to_tensors(batch.rows), **_per_episode(batch)}
-        case SftStep(rows, seed):
-            header["seed"] = seed
-            tensors = rows_to_tensors(rows)
+            assert not batch.rows, "rows are sent as micro-batches"
+            arrays = {name: getattr(batch, name).numpy() for name in PER_EPISODE}
+        case MicroBatches(shares):
+            header["sizes"] = [len(share.rows) for share in shares]
+            header["counts"] = [share.counts for share in shares]
+            arrays = rows_to_arrays(list(itertools.chain.from_iterable(share.rows for share in shares)))
+        case SftStep(tokens, seed):
+            header |= {"tokens": tokens, "seed": seed}
         case CompareForwards(rows, max_length):
             header["max_length"] = max_length
-            tensors = rows_to_tensors(rows)
+            arrays = rows_to_arrays(rows)
         case ComputePlain(rows, temperature):
             header["temperature"] = temperature
-            tensors = rows_to_tensors(rows)
-        case ComputeReference(rows) | ComputeValues(rows) | ComputeLoss(rows):
-            tensors = rows_to_tensors(rows)
+            arrays = rows_to_arrays(rows)
         case ComputeLogits(ids):
             header["ids"] = list(ids)
         case GatherState(merged):
             header["merged"] = merged
     text = json.dumps(header).encode()
-    return len(text).to_bytes(8, "big") + text + save(tensors)
+    return bytearray().join((len(text).to_bytes(8, "big"), text, save(arrays)))
 
 
-def decode(content: bytes) -> Message:
-    end = 8 + int.from_bytes(content[:8], "big")
-    header, tensors = json.loads(content[8:end]), load(content[end:])
+def decode(content: bytes | bytearray | memoryview) -> Message:
+    view = memoryview(content)
+    end = 8 + int.from_bytes(view[:8], "big")
+    header, arrays = json.loads(bytes(view[8:end])), load(bytes(view[end:]))
     kind = header["kind"]
     if kind == "RunPlan":
         place = header["checkpoint"]
         config = SCHEMAS[header["schema"]].model_validate(header["config"])
         return RunPlan(config, None if place is None else Path(place), header["steps"])
     if kind in BATCHES:
-        return BATCHES[kind](_batch(tensors), header["step"], header["seed"])
+        batch = TrainBatch(rows=[], **{name: torch.tensor(arrays[name]) for name in PER_EPISODE})
+        return BATCHES[kind](batch, header["step"], header["seed"])
+    if kind == "MicroBatches":
+        rest = iter(rows_of_arrays(arrays))
+        parts = [list(itertools.islice(rest, size)) for size in header["sizes"]]
+        return MicroBatches(list(map(MicroBatchShare, parts, header["counts"])))
     if kind == "SftStep":
-        return SftStep(rows_of_tensors(tensors), header["seed"])
+        return SftStep(header["tokens"], header["seed"])
     if kind == "CompareForwards":
-        return CompareForwards(rows_of_tensors(tensors), header["max_length"])
+        return CompareForwards(rows_of_arrays(arrays), header["max_length"])
     if kind == "ComputePlain":
-        return ComputePlain(rows_of_tensors(tensors), header["temperature"])
-    if kind in QUERIES:
-        return QUERIES[kind](rows_of_tensors(tensors))
+        return ComputePlain(rows_of_arrays(arrays), header["temperature"])
     if kind == "ComputeLogits":
         return ComputeLogits(header["ids"])
     return GatherState(header["merged"]) if kind == "GatherState" else EMPTY[kind]()
 
 
-def _per_episode(batch: TrainBatch) -> dict[str, Tensor]:
-    return {"rewards_N": batch.rewards_N, "groups_N": batch.groups_N, "tokens_N": batch.tokens_N}
-
-
-def _batch(tensors: dict[str, Tensor]) -> TrainBatch:
-    rest = {name: tensors[name] for name in ("rewards_N", "groups_N", "tokens_N")}
-    return TrainBatch(rows=rows_of_tensors(tensors), **rest)
-
-
-def rows_to_tensors(rows: Sequence[Row]) -> dict[str, Tensor]:
+def rows_to_arrays(rows: Sequence[Row]) -> dict[str, Array]:
     """Each field of all rows, concatenated, and the length of each row's part."""
     assert not any(row.images for row in rows), "rows with images are not supported on several ranks"
-    tensors = {"episode": torch.tensor([row.episode for row in rows], dtype=torch.int64)}
-    for name, dtype in PER_ROW.items():
-        parts = [getattr(row, name) for row in rows]
-        tensors[name] = torch.tensor(list(itertools.chain.from_iterable(parts)), dtype=dtype)
-        tensors[f"{name}/lengths"] = torch.tensor([len(part) for part in parts], dtype=torch.int64)
+    shares = [0, *(shared(a.ids, b.ids) for a, b in itertools.pairwise(rows))][: len(rows)]
+    arrays: dict[str, Array] = {
+        "episode": np.array([row.episode for row in rows], np.int64),
+        "teacher": np.array([row.teacher for row in rows], np.int64),
+        "lengths": np.array([len(row.ids) for row in rows], np.int64),
+        "shares": np.array(shares, np.int64),
+        "ids": joined((row.ids[share:] for row, share in zip(rows, shares, strict=True)), np.int32),
+        "sampled": np.packbits(joined((row.mask for row in rows), np.bool_)),
+    }
+    for name in PER_SAMPLED:
+        parts = [_shortened(getattr(row, name)) for row in rows]
+        arrays[name] = joined(parts, FIELDS[name])
+        arrays[f"{name}/lengths"] = np.array([len(part) for part in parts], np.int64)
     if any(row.routes is not None for row in rows):
         known = [row.routes or Routes(b"", 1, 1) for row in rows]
-        tensors["routes"] = torch.frombuffer(bytearray(b"".join(r.data for r in known)), dtype=torch.int16)
-        tensors["routes/shapes"] = torch.tensor([[len(r), r.layers, r.experts] for r in known])
-    return tensors
+        arrays["routes"] = np.frombuffer(b"".join(r.data for r in known), np.int16)
+        arrays["routes/shapes"] = np.array([[len(r), r.layers, r.experts] for r in known], np.int64)
+    answers = [row.teacher_tokens for row in rows if row.teacher_tokens is not None]
+    if answers:
+        assert len(answers) == len(rows), "a served teacher answers for every row"
+        arrays["teacher/ids"] = np.concatenate([answer.ids_MK for answer in answers])
+        arrays["teacher/logp"] = np.concatenate([answer.logp_MK for answer in answers])
+    if any(mask is not None for row in rows for mask in row.allowed):
+        arrays |= _masks_to_arrays(rows)
+    return arrays
 
 
-def rows_of_tensors(tensors: dict[str, Tensor]) -> list[Row]:
-    fields = {name: _split(tensors[name], tensors[f"{name}/lengths"]) for name in PER_ROW}
-    episodes = tensors["episode"].tolist()
-    routes = _routes(tensors) if "routes" in tensors else [None] * len(episodes)
+def _masks_to_arrays(rows: Sequence[Row]) -> dict[str, Array]:
+    """The different masks of all rows, and for each sampled token the number of its mask; -1: none."""
+    numbers: dict[bytes, int] = {}
+    masks = [mask for row in rows for mask in row.allowed or (None,) * len(row.sampled)]
+    of_tokens = [-1 if mask is None else numbers.setdefault(mask, len(numbers)) for mask in masks]
+    bits = np.frombuffer(b"".join(numbers), np.uint8).reshape(len(numbers), -1)
+    return {"masks": bits, "masks/numbers": np.array(of_tokens, np.int64)}
+
+
+def _masks_of_arrays(arrays: dict[str, Array], rows: Sequence[Row]) -> list[Row]:
+    masks = [bits.tobytes() for bits in arrays["masks"]]
+    parts = np.split(arrays["masks/numbers"], np.cumsum([len(row.sampled) for row in rows])[:-1])
     return [
-        Row(episode=e, routes=routes[i], **{name: parts[i] for name, parts in fields.items()})  # type: ignore[arg-type]
-        for i, e in enumerate(episodes)
+        replace(row, allowed=tuple(None if n < 0 else masks[n] for n in part.tolist()))
+        for row, part in zip(rows, parts, strict=True)
     ]
 
 
-def _routes(tensors: dict[str, Tensor]) -> list[Routes | None]:
-    shapes = tensors["routes/shapes"].tolist()
-    parts = tensors["routes"].split([tokens * layers * experts for tokens, layers, experts in shapes])
+def _shortened(values: Array) -> Array:
+    """One value if all are the same bits."""
+    bits = values.view(np.dtype(f"u{values.itemsize}"))
+    return values[:1] if len(values) and (bits == bits[0]).all() else values
+
+
+def rows_of_arrays(arrays: dict[str, Array]) -> list[Row]:
+    lengths = arrays["lengths"]
+    flags = np.unpackbits(arrays["sampled"], count=int(lengths.sum())).view(np.bool_)
+    sampled = [np.flatnonzero(part).astype(np.int32) for part in _split(flags, lengths)]
+    counts = [len(part) for part in sampled]
+    fields = {name: _split(arrays[name], arrays[f"{name}/lengths"]) for name in PER_SAMPLED}
+    ids = _whole(_split(arrays["ids"], lengths - arrays["shares"]), arrays["shares"].tolist())
+    routes = _routes(arrays) if "routes" in arrays else [None] * len(counts)
+    answers = _teacher_tokens(arrays, counts) if "teacher/ids" in arrays else [None] * len(counts)
+    rows = [
+        Row(
+            ids=ids[i],
+            sampled=sampled[i],
+            episode=episode,
+            teacher=teacher,
+            routes=routes[i],
+            teacher_tokens=answers[i],
+            **{name: _lengthened(parts[i], counts[i]) for name, parts in fields.items()},  # type: ignore[arg-type]
+        )
+        for i, (episode, teacher) in enumerate(zip(arrays["episode"].tolist(), arrays["teacher"].tolist(), strict=True))
+    ]
+    return _masks_of_arrays(arrays, rows) if "masks" in arrays else rows
+
+
+def _teacher_tokens(arrays: dict[str, Array], counts: Sequence[int]) -> list[TeacherTokens | None]:
+    ends = np.cumsum(counts)[:-1]
+    parts = zip(np.split(arrays["teacher/ids"], ends), np.split(arrays["teacher/logp"], ends), strict=True)
+    return [TeacherTokens(ids, logp) for ids, logp in parts]
+
+
+def _whole(parts: Sequence[Tokens], shares: Sequence[int]) -> list[Tokens]:
+    """The tokens of each row, which shares so many with the row before it."""
+    found: list[Tokens] = []
+    for part, share in zip(parts, shares, strict=True):
+        found.append(np.concatenate([found[-1][:share], part]) if share else part)
+    return found
+
+
+def _lengthened(values: Array, count: int) -> Array:
+    return np.broadcast_to(values, count) if len(values) == 1 else values
+
+
+def _routes(arrays: dict[str, Array]) -> list[Routes | None]:
+    shapes = arrays["routes/shapes"]
+    parts = _split(arrays["routes"], shapes.prod(1))
     return [
-        Routes(part.numpy().tobytes(), layers, experts) if tokens else None
-        for part, (tokens, layers, experts) in zip(parts, shapes, strict=True)
+        Routes(part.tobytes(), layers, experts) if tokens else None
+        for part, (tokens, layers, experts) in zip(parts, shapes.tolist(), strict=True)
     ]
 
 
-def _split(numbers: Tensor, lengths: Tensor) -> list[tuple[Any, ...]]:
-    return [tuple(part.tolist()) for part in numbers.split(lengths.tolist())]
+def _split(values: Array, lengths: Array) -> list[Array]:
+    ends = np.cumsum(lengths)
+    return [values[end - length : end] for end, length in zip(ends.tolist(), lengths.tolist(), strict=True)]

@@ -1,61 +1,108 @@
-"""The torch.distributed process group of one machine, and FSDP2 sharding of a model over it.
+"""The torch.distributed process group of a run, and FSDP2 sharding of a model over it.
 
-Numbers and messages go over gloo on the loopback device. Weights and gradients go over NCCL between GPUs and over gloo
-between CPU processes. The rendezvous is a file in a private folder, so no port is open to other machines. Other users
-of this machine can connect to gloo's ports while the group forms. Each rank therefore proves to all others, over every
-connection, that it knows a secret of that folder. (NCCL does the same with the random number of its group.)
+Numbers and messages go over gloo. Weights and gradients go over NCCL between GPUs and over gloo between CPU processes.
+On one machine all of it stays on the loopback device, and the rendezvous is a file in a private folder. Across nodes
+the rendezvous is a TCP store of rank 0, and every rank listens on the address of its node only. Others can connect to
+gloo's ports while the group forms. Each rank therefore proves to all others, over every connection, that it knows the
+secret of the rendezvous. (NCCL does the same with the random number of its group.) Traffic is not encrypted.
 
 Shapes: X any numbers.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hmac
 import os
 import secrets
+import socket
+import struct
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from types import MethodType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import FileStore, Store, TCPStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from transformers import PreTrainedModel
 
 from rally.distributed.message_encoding import decode, encode
 from rally.models import attention
-from rally.models.sharding import RANKS_ATTRIBUTE, Message
+from rally.models.sharding import RANKS_ATTRIBUTE, M, Message
 from rally.train.value_model import HEAD
 from rally.types import RallyError
 
 FOREVER = timedelta(days=3650)  # between two messages there may be a rollout of any length
 SUMMON_METHOD = "rally_summon"
-SECRET = "secret"
+SECRET_VARIABLE = "RALLY_RANKS_SECRET"
+LOOPBACK = "127.0.0.1"
+SIOCGIFADDR = 0x8915
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendezvous:
+    """Where the ranks of a run meet: the path of a file, or host:port of rank 0's TCP store. `address` is that of this
+    rank's node, and `local_rank` its number there."""
+
+    place: str
+    secret: str = field(repr=False)
+    address: str = LOOPBACK
+    local_rank: int = 0
+
+    @property
+    def is_file(self) -> bool:
+        return self.place.startswith("/")
+
+    def store(self, world_size: int) -> Store:
+        """The store, as a client."""
+        if self.is_file:
+            return FileStore(self.place, world_size)
+        host, _, port = self.place.rpartition(":")
+        return TCPStore(host, int(port), None, is_master=False, timeout=timedelta(seconds=600))
+
+
+def host_store(address: str) -> tuple[TCPStore, str]:
+    """A TCP store that this process hosts, on one address only, and its place."""
+    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    listener.bind((address, 0))
+    port = int(listener.getsockname()[1])
+    store = TCPStore(
+        address, port, None, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=True
+    )
+    return store, f"{address}:{port}"
 
 
 class ProcessGroup:
     """One rank's view of the group. `seconds` bounds every collective within a computation; workers wait for the next
     message without a limit."""
 
-    def __init__(self, rank: int, world_size: int, rendezvous: Path, device: str, seconds: float) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        rendezvous: Rendezvous,
+        device: str,
+        seconds: float,
+        store: Store | None = None,
+    ) -> None:
         self.rank, self.world_size, self.device = rank, world_size, device
+        interface = interface_of(rendezvous.address)
         if device == "cuda":
-            torch.cuda.set_device(rank)
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # NCCL reads it and opens ports at the first collective
+            torch.cuda.set_device(rendezvous.local_rank)
+            if interface is not None:  # NCCL reads it and opens ports at the first collective
+                os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
         timeout = timedelta(seconds=seconds)
-        if rank == 0:
-            write_secret(rendezvous.parent)
-        with _on_loopback():
+        with _gloo_on(interface):
             dist.init_process_group(
                 "nccl" if device == "cuda" else "gloo",
-                store=FileStore(str(rendezvous), world_size),
+                store=rendezvous.store(world_size) if store is None else store,
                 rank=rank,
                 world_size=world_size,
                 timeout=timeout,
@@ -63,13 +110,12 @@ class ProcessGroup:
             self._numbers = dist.new_group(backend="gloo", timeout=timeout)
             self._messages = dist.new_group(backend="gloo", timeout=FOREVER if rank else timeout)
         if world_size > 1:
-            self._check_members(rendezvous.parent, [self._numbers, self._messages])
+            self._check_members(rendezvous.secret.encode(), [self._numbers, self._messages])
         self._mesh = init_device_mesh(device, (world_size,))
         self._sharded: list[FSDPModule] = []
 
-    def _check_members(self, folder: Path, groups: Sequence[Any]) -> None:
+    def _check_members(self, secret: bytes, groups: Sequence[Any]) -> None:
         """Raise unless every member of the groups knows the secret, which exists since before they formed."""
-        secret = (folder / SECRET).read_bytes()
         everyone = groups if self.device == "cuda" else [None, *groups]  # None: all ranks, over gloo
         for number, group in enumerate(everyone):
             proofs = [_proof(secret, number, rank) for rank in range(self.world_size)]
@@ -80,7 +126,7 @@ class ProcessGroup:
 
     def send(self, message: Message) -> None:
         """Send from rank 0 to all others, each of which must call `receive`."""
-        content = torch.frombuffer(bytearray(encode(message)), dtype=torch.uint8)
+        content = torch.frombuffer(encode(message), dtype=torch.uint8)
         dist.broadcast(torch.tensor([len(content)]), 0, group=self._messages)
         dist.broadcast(content, 0, group=self._messages)
 
@@ -89,7 +135,24 @@ class ProcessGroup:
         dist.broadcast(length, 0, group=self._messages)
         content = torch.empty(int(length), dtype=torch.uint8)
         dist.broadcast(content, 0, group=self._messages)
-        return decode(content.numpy().tobytes())
+        return decode(content.numpy().data)
+
+    def scatter(self, messages: Sequence[M]) -> M:
+        """Send one message to each rank from rank 0, which gets its own as it is."""
+        length = torch.zeros(1, dtype=torch.int64)
+        if self.rank > 0:
+            dist.scatter(length, src=0, group=self._numbers)
+            content = torch.empty(int(length), dtype=torch.uint8)
+            dist.recv(content, 0, group=self._numbers)
+            return cast(M, decode(content.numpy().data))
+        contents = [torch.frombuffer(encode(message), dtype=torch.uint8) for message in messages[1:]]
+        lengths = [length, *(torch.tensor([len(content)]) for content in contents)]
+        dist.scatter(length, lengths, src=0, group=self._numbers)
+        sent = [dist.isend(content, rank, group=self._numbers) for rank, content in enumerate(contents, 1)]
+        for one in sent:
+            assert one is not None, "rank 0 is in the group"
+            one.wait()
+        return messages[0]
 
     def all_gather(self, numbers_X: Tensor) -> list[Tensor]:
         mine = numbers_X.detach().double().cpu()
@@ -139,11 +202,19 @@ class ProcessGroup:
         dist.destroy_process_group()
 
 
-def write_secret(folder: Path) -> None:
-    """Write a new secret that only this user can read."""
-    descriptor = os.open(folder / SECRET, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(secrets.token_bytes(32))
+def new_secret() -> str:
+    return secrets.token_urlsafe(32)
+
+
+def interface_of(address: str) -> str | None:
+    """The name of the network interface with this IPv4 address; None if there is none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # an interface without an address
+                answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    return None
 
 
 def _proof(secret: bytes, group: int, rank: int) -> Tensor:
@@ -172,14 +243,15 @@ def _call(model: PreTrainedModel, work: Callable[..., T], *args: Any) -> T:
 
 
 @contextmanager
-def _on_loopback() -> Iterator[None]:
-    """By default gloo listens on the address that the host name resolves to."""
+def _gloo_on(interface: str | None) -> Iterator[None]:
+    """Gloo listens on this interface. By default it listens on the address that the host name resolves to."""
     before = os.environ.get("GLOO_SOCKET_IFNAME")
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    if interface is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
     try:
         yield
     finally:
-        if before is None:
-            del os.environ["GLOO_SOCKET_IFNAME"]
-        else:
+        if before is not None:
             os.environ["GLOO_SOCKET_IFNAME"] = before
+        elif interface is not None:
+            del os.environ["GLOO_SOCKET_IFNAME"]

@@ -6,11 +6,11 @@ Any error ends the process; rank 0 quotes its log.
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -18,9 +18,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rally.config import SftConfig
-from rally.distributed.controller import ready_file
-from rally.distributed.process_group import ProcessGroup
-from rally.models.sharding import Message, model_state
+from rally.distributed.controller import ready_key
+from rally.distributed.process_group import SECRET_VARIABLE, ProcessGroup, Rendezvous
+from rally.models.sharding import M, Message, model_state
 from rally.runs import build
 from rally.runs.build.engines import logits_of
 from rally.runs.build.models import RunPlan
@@ -82,6 +82,9 @@ class Worker:
         yield
         self._group.reshard()
 
+    def scatter(self, messages: Sequence[M]) -> M:
+        return self._group.scatter(messages)
+
     def summon(self, model: PreTrainedModel, work: Callable[..., T], *args: Any) -> T:
         return self._group.summon(model, work, *args)
 
@@ -117,14 +120,14 @@ class Executor:
                 torch.manual_seed(seed)
                 reference = self.reference if update.kl_coef else None
                 update_policy(policy, batch, update, step=step, reference=reference, teachers=self.teachers)
-            case ComputeReference(rows), UpdateSettings() as update:
+            case ComputeReference(), UpdateSettings() as update:
                 assert self.reference is not None
-                reference_logprobs(policy, self.reference, rows, update)
-            case SftStep(rows, seed), SftSettings() as supervision:
+                reference_logprobs(policy, self.reference, [], update)
+            case SftStep(tokens, seed), SftSettings() as supervision:
                 torch.manual_seed(seed)
-                sft_step(policy, rows, supervision)
-            case ComputeLoss(rows), SftSettings() as supervision:
-                sft_loss(policy, rows, supervision)
+                sft_step(policy, [], supervision, tokens=tokens)
+            case ComputeLoss(), SftSettings() as supervision:
+                sft_loss(policy, [], supervision)
             case CompareForwards(rows, max_length), _:
                 compare_forwards(policy.model, rows, max_length)
             case ComputePlain(rows, temperature), _:
@@ -142,8 +145,8 @@ class Executor:
 
 def _execute_critic(critic: Critic, message: ComputeValues | UpdateCritic | GatherCritic) -> None:
     match message:
-        case ComputeValues(rows):
-            critic.values(rows)
+        case ComputeValues():
+            critic.values([])
         case UpdateCritic(batch, step, seed):
             torch.manual_seed(seed)
             critic.update(batch, step=step)
@@ -169,9 +172,10 @@ def executor_of(plan: RunPlan, group: ProcessGroup) -> Executor:
     return Executor(policy, build.update_settings_of(config), reference, critic, teachers)
 
 
-def main(rank: int, world_size: int, rendezvous: Path, device: str, seconds: float) -> None:
-    (rendezvous.parent / ready_file(rank)).touch()
-    group = ProcessGroup(rank, world_size, rendezvous, device, seconds)
+def main(rank: int, world_size: int, rendezvous: Rendezvous, device: str, seconds: float) -> None:
+    store = rendezvous.store(world_size)
+    store.set(ready_key(rank), "1")
+    group = ProcessGroup(rank, world_size, rendezvous, device, seconds, store)
     plan = group.receive()
     assert isinstance(plan, RunPlan), "the first message is the plan"
     executor = executor_of(plan, group)
@@ -182,4 +186,11 @@ def main(rank: int, world_size: int, rendezvous: Path, device: str, seconds: flo
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4], float(sys.argv[5]))
+    _, this, count, place, address, local_rank, kind, limit = sys.argv
+    main(
+        int(this),
+        int(count),
+        Rendezvous(place=place, secret=os.environ.pop(SECRET_VARIABLE), address=address, local_rank=int(local_rank)),
+        kind,
+        float(limit),
+    )

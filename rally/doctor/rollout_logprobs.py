@@ -94,7 +94,7 @@ async def compare(model: PreTrainedModel, prompt: Sequence[int], temperature: fl
     finally:
         await engine.close()
     row = Row.of(history, 0)
-    recorded_M = torch.tensor(row.logprobs)
+    recorded_M = torch.from_numpy(row.logprobs)
     with torch.no_grad():
         packed_M = token_logprobs(model, pack([row], model.device), temperature or 1.0).logp_M
     plain_M = _full_forward(model, row, temperature or 1.0)
@@ -103,9 +103,9 @@ async def compare(model: PreTrainedModel, prompt: Sequence[int], temperature: fl
 
 @torch.no_grad()
 def _full_forward(model: PreTrainedModel, row: Row, temperature: float) -> torch.Tensor:
-    logits = model(input_ids=torch.tensor([row.ids])).logits[0].float() / temperature
+    logits = model(input_ids=torch.tensor([row.ids.tolist()])).logits[0].float() / temperature
     logp = torch.log_softmax(logits, -1)
-    return torch.stack([logp[at - 1, row.ids[at]] for at in row.sampled])
+    return torch.stack([logp[at - 1, row.ids[at]] for at in row.sampled.tolist()])
 
 
 def _largest(difference_M: torch.Tensor) -> float:

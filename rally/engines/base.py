@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from rally.types import Generation, ImageSpan, RallyError, SamplingParams
 
@@ -37,6 +37,11 @@ class UtilizationClock:
                 self.seconds += time.perf_counter() - self._since
 
 
+NO_GRAMMAR = (
+    "response_format, tool_choice and parallel_tool_calls need the embedded engine: rollout servers do not return "
+    "which tokens were allowed, so training would see another distribution; set rollout.name=embedded, or leave them "
+    "out"
+)
 NO_IMAGES = "the prompt contains images, and rollout servers accept only tokens; set rollout.name=embedded"
 
 
@@ -58,6 +63,15 @@ def first_stop(
 
 class EngineError(RallyError):
     """A request or a setting that the engine does not support."""
+
+
+class PromptLogprobs(NamedTuple):
+    """Log-probabilities, at temperature 1, of consecutive tokens of a prompt, and the likeliest tokens at each of
+    them, likeliest first."""
+
+    logprobs: list[float]
+    top_ids: list[list[int]]
+    top_logprobs: list[list[float]]
 
 
 @runtime_checkable
@@ -130,6 +144,15 @@ class LockstepEngine(Protocol):
 
     def dismiss(self, session: str) -> None:
         """The session has ended."""
+        ...
+
+
+@runtime_checkable
+class LocalEngine(Protocol):
+    """An engine in this process. It can sample under a grammar (`SamplingParams.grammar`)."""
+
+    async def check_grammar(self, grammar: str) -> None:
+        """Compile the grammar; raises RallyError if it cannot be applied."""
         ...
 
 

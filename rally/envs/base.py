@@ -7,7 +7,7 @@ An environment writes the prompt of an episode, answers every turn of the policy
 from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rally.types import Message, RallyError, ToolCall
@@ -42,6 +42,23 @@ class EnvTurn:
         return "" if "<think>" in self.text else self.text.strip()
 
 
+@dataclass(frozen=True, kw_only=True)
+class SeatTurn:
+    """The seat of a match that plays next, and what it has not seen yet."""
+
+    seat: int
+    observation: Observation
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatchEnd:
+    """The end of a match: by seat the reward, the information to record, and a last text."""
+
+    rewards: Mapping[int, float]
+    info: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    texts: Mapping[int, str] = field(default_factory=dict)
+
+
 class Environment:
     """An environment. An object plays one episode: `reset`, then `step` until it is done, then `close`.
 
@@ -49,6 +66,12 @@ class Environment:
     same turns, so random numbers come from the seed. An exception is a failure of the environment, and its episode is
     never trained on: what the policy wrote wrongly is answered with a message, or with `done`.
     """
+
+    added_tools: Sequence[Mapping[str, Any]] = ()
+    """Tools that a `step` has added, in OpenAI form. Their calls are accepted from then on. A message must describe
+    them: the prompt is not written again."""
+    arguments_as_written: bool = False
+    """Whether calls reach `step` with their arguments as the policy wrote them, whether or not they fit the schema."""
 
     def tasks(self) -> Sequence[Mapping[str, Any]] | None:
         """The tasks of the environment as JSON values, always in the same order. None: every seed is a task of its
@@ -65,6 +88,20 @@ class Environment:
         episode is over, and information to record. Every call of the turn needs a message of the role tool
         (`tool_reply`). The reward of the episode is the sum of the rewards of its turns."""
         raise NotImplementedError(f"{type(self).__name__} must define step")
+
+    def seats(self) -> int:
+        """The number of trained seats. With several, a training row is a match: one object plays it for all seats with
+        `start` and `play`, and each seat becomes an episode with its own reward. Validation still uses `reset` and
+        `step`, with one seat. Called once per run, on an object that plays no episode."""
+        return 1
+
+    def start(self, row: Mapping[str, Any], seed: int) -> SeatTurn | Awaitable[SeatTurn]:
+        """Start a match. Returns who plays first. The first observation of a seat is its prompt."""
+        raise NotImplementedError(f"{type(self).__name__} has several seats, so it must define start")
+
+    def play(self, turn: EnvTurn) -> SeatTurn | MatchEnd | Awaitable[SeatTurn | MatchEnd]:
+        """Play the turn of the seat that was last returned."""
+        raise NotImplementedError(f"{type(self).__name__} has several seats, so it must define play")
 
     def close(self) -> Awaitable[None] | None:
         """Release what the episode opened. Always called once, also if `reset` failed."""

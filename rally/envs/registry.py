@@ -30,6 +30,9 @@ ADAPTERS = {
     "gymnasium": EnvAdapter("gymnasium", "pip install 'rally-rl[gymnasium]'"),
     "textarena": EnvAdapter("textarena", "pip install 'rally-rl[textarena]'"),
     "aviary": EnvAdapter("aviary.core", "pip install 'rally-rl[aviary]'"),
+    "tau2": EnvAdapter("tau2.gym.gym_agent", "pip install git+https://github.com/sierra-research/tau2-bench"),
+    "openenv": EnvAdapter("openenv.core", "pip install openenv in an environment of its own, and set env.python"),
+    "bfcl": EnvAdapter("bfcl_eval", "pip install bfcl-eval in an environment of its own, and set env.python"),
 }
 """The adapters by name. Each is a module of `rally.envs.adapters` with `make(name, **args)` and `names()`."""
 

@@ -1,4 +1,5 @@
-"""Rows of environments: a row holds only environment, id and seed. Weights divide the rows among the environments.
+"""Rows of environments: a row holds only environment, id and seed, and the number of seats of a match. Weights divide
+the rows among the environments.
 
 Row i of a run is a pure function of the sizes, seeds and weights. The seeds of training and of validation are disjoint.
 An environment with tasks of its own uses the seed as the number of the task.
@@ -63,7 +64,11 @@ def env_tasks(
     train, val = seed_ranges(environments, plan)
     chosen = {label: seeds for label, seeds in (val if validate else train).items() if len(seeds)}
 
+    seats = {label: 1 if validate else environments.seats(label) for label in chosen}
+
     def task(place: RowLocation, row: dict[str, Any]) -> Task:
+        if seats[row["env"]] > 1:
+            row = {**row, "seats": seats[row["env"]]}
         return complete(Task(id=row["id"], data_source=row["env"], prompt=(), row=row))
 
     return RowSet(["environments"], task, EnvRows(chosen))

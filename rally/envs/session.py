@@ -15,12 +15,13 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rally.data.messages import check_messages, shown
 from rally.data.row_files import DataError
-from rally.envs.base import EnvError, Environment, EnvTurn
+from rally.envs.base import EnvError, Environment, EnvTurn, MatchEnd, SeatTurn
 from rally.redact import redact
 from rally.rewards.score import plain
 from rally.tools.invoke import CallEnd, outcome_within
@@ -28,6 +29,9 @@ from rally.tools.results import clean
 from rally.tools.schema import Schema, ToolConfigError, openai_schema
 from rally.tools.session import describe
 from rally.types import Message, Task, ToolCall
+
+if TYPE_CHECKING:
+    from rally.envs.match import MatchTable, SeatSession
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +73,13 @@ class EnvStep(NamedTuple):
     info: dict[str, Any]
 
 
+class SeatPresence(NamedTuple):
+    """What a seat calls when it begins to wait for another seat, and before it is woken. Both return at once."""
+
+    waits: Callable[[], None] = lambda: None
+    returns: Callable[[], None] = lambda: None
+
+
 class Environments:
     """The environments of a run, by label. `timeout` is in seconds, for each method call. `unfinished_reward` is the
     reward of an episode that a limit ended before its environment did; None keeps what the episode earned."""
@@ -79,6 +90,8 @@ class Environments:
         self.timeout, self.unfinished_reward = timeout, unfinished_reward
         self._specs = {spec.label: spec for spec in specs}
         self._tasks: dict[str, Sequence[Mapping[str, Any]] | None] = {}
+        self._seats: dict[str, int] = {}
+        self._matches: MatchTable | None = None
 
     @property
     def labels(self) -> list[str]:
@@ -99,8 +112,23 @@ class Environments:
             self._tasks[label] = found
         return self._tasks[label]
 
-    def open(self, task: Task) -> EnvSession:
-        """A session for one episode of a row with `env` and `seed`."""
+    def seats(self, label: str) -> int:
+        """The number of trained seats of an environment. Read once."""
+        if label not in self._seats:
+            environment = self._spec(label).build()
+            try:
+                self._seats[label] = environment.seats()
+            except EnvError:
+                raise
+            except Exception as error:  # a user's code may fail in any way
+                raise EnvError(f"seats of the environment {label} failed: {describe(error)}") from error
+            finally:
+                if not inspect.iscoroutinefunction(environment.close):
+                    environment.close()
+        return self._seats[label]
+
+    def open(self, task: Task, presence: SeatPresence | None = None) -> EnvSession | SeatSession:
+        """A session for one episode of a row with `env` and `seed`, or for one seat of its match."""
         label, seed = task.row.get("env"), task.row.get("seed")
         if not isinstance(label, str) or not isinstance(seed, int):
             raise EnvError(f"row {task.id} has no env and seed, which the loop env_agent needs; set env.name")
@@ -108,7 +136,14 @@ class Environments:
         tasks = self.tasks(label)
         if tasks is not None:
             row = {**tasks[seed], **row}
-        return EnvSession(self._spec(label), row, seed, self.timeout)
+        match, seat = task.row.get("match"), task.row.get("seat")
+        if match is None or seat is None:
+            return EnvSession(self._spec(label), row, seed, self.timeout)
+        from rally.envs.match import MatchTable
+
+        self._matches = self._matches or MatchTable()
+        game = partial(EnvSession, self._spec(label), row, seed, self.timeout)
+        return self._matches.seat(match, seat, self.seats(label), game, presence or SeatPresence())
 
     def _spec(self, label: str) -> EnvSpec:
         if label not in self._specs:
@@ -161,6 +196,8 @@ class _EnvThread:
 class EnvSession:
     """One episode of an environment."""
 
+    ended: EnvStep | None = None  # set by the reset of a seat whose match ended before its first turn
+
     def __init__(self, spec: EnvSpec, row: Mapping[str, Any], seed: int, timeout: float) -> None:
         self.name = spec.label
         self._spec, self._row, self._seed, self._timeout = spec, row, seed, timeout
@@ -186,7 +223,7 @@ class EnvSession:
             raise self._invalid("reset", f"returned an invalid value: {error}") from None
         if prompt[-1]["role"] == "assistant":
             raise self._invalid("reset", "returned messages that end with the assistant; end with user or tool")
-        self._tools = {schema["function"]["name"]: schema["function"]["parameters"] for schema in schemas}
+        self._allow(schemas)
         return EnvReset([self._text_only("reset", message) for message in prompt], schemas)
 
     async def step(self, turn: EnvTurn) -> EnvStep:
@@ -198,13 +235,52 @@ class EnvSession:
         if not isinstance(info or {}, Mapping):
             raise self._invalid("step", f"returned the info {shown(info)}; it must be a mapping")
         messages = [self._text_only("step", message) for message in self._listed("step", observed)]
+        try:
+            self._allow([openai_schema(tool, "added_tools") for tool in self._environment.added_tools])
+        except ToolConfigError as error:
+            raise self._invalid("step", f"added an invalid tool: {error}") from None
         step = EnvStep(messages, self._number(reward), bool(done), plain(dict(info or {})))
         if not step.done:
             self._check_answers(messages, turn.calls)
         return step
 
-    async def close(self) -> list[str]:
-        """Close the environment. Returns what failed; the episode stays valid. Raises only CancelledError."""
+    def _allow(self, schemas: Sequence[Schema]) -> None:
+        """Accept calls of the tools."""
+        loose = self._environment is not None and self._environment.arguments_as_written
+        for schema in schemas:
+            function = schema["function"]
+            self._tools[function["name"]] = {} if loose else function["parameters"]
+
+    async def start(self) -> SeatTurn:
+        """Start a match."""
+        environment = await self._within("__init__", self._make)
+        turn = self._checked_turn("start", await self._within("start", environment.start, dict(self._row), self._seed))
+        if isinstance(turn, MatchEnd):
+            raise self._invalid("start", "ended the match before anyone had a turn")
+        return turn
+
+    async def play(self, turn: EnvTurn) -> SeatTurn | MatchEnd:
+        """Play a turn of a match."""
+        assert self._environment is not None, "start comes first"
+        return self._checked_turn("play", await self._within("play", self._environment.play, turn))
+
+    def _checked_turn(self, name: str, returned: Any) -> SeatTurn | MatchEnd:
+        if isinstance(returned, SeatTurn):
+            messages = [self._text_only("step", message) for message in self._listed(name, returned.observation)]
+            if not messages:
+                raise self._invalid(name, f"returned no message for the seat {returned.seat}, which plays next")
+            return SeatTurn(seat=returned.seat, observation=messages)
+        if not isinstance(returned, MatchEnd):
+            raise self._invalid(name, f"returned {shown(returned)}; it must return a SeatTurn or a MatchEnd")
+        return MatchEnd(
+            rewards={seat: self._number(reward) or 0.0 for seat, reward in returned.rewards.items()},
+            info={seat: plain(dict(info)) for seat, info in returned.info.items()},
+            texts={seat: clean(redact(text)) for seat, text in returned.texts.items()},
+        )
+
+    async def close(self, failed: bool = False) -> list[str]:
+        """Close the environment. Returns what failed; the episode stays valid. Raises only CancelledError. `failed`
+        matters only for a seat of a match."""
         try:
             if self._environment is not None and inspect.iscoroutinefunction(self._environment.close):
                 await self._within("close", self._environment.close)

@@ -1,4 +1,4 @@
-"""Trains agents that use OpenAI's chat API: an HTTP gateway records their completions as token-exact episodes."""
+"""Trains agents over OpenAI's or Anthropic's API: an HTTP gateway records their completions as token-exact episodes."""
 
 from rally.gateway.agent_runner import AgentClient
 from rally.gateway.black_box_loop import BlackBoxAgentLoop

@@ -38,6 +38,21 @@ class AgentClient:
     episode_id: str
     model: str = MODEL
     _opened: list[Callable[[], Any]] = field(default_factory=list, repr=False)
+    _credits: Any = field(default=None, repr=False)
+
+    def credit(self, completion: Any, reward: float = 0.0, *, branch: bool = False) -> None:
+        """Add a reward to a call, given as its completion or the id of it, or to the branch that the call is in. The
+        agent must also return a reward, to which these are added."""
+        self._add({"call": _id(completion), "reward": reward, "scope": "branch" if branch else "call"})
+
+    def exclude(self, completion: Any) -> None:
+        """Do not train on a call, such as one of a summariser or a judge."""
+        self._add({"call": _id(completion), "train": False})
+
+    def _add(self, fields: dict[str, Any]) -> None:
+        from rally.gateway.credit import Credit
+
+        self._credits.add(Credit.of(fields))
 
     def openai(self, **options: Any) -> Any:
         """An `openai.AsyncOpenAI` that is closed with the episode."""
@@ -59,8 +74,10 @@ class AgentClient:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The environment variables that OpenAI's clients read, for an agent in a separate process."""
-        return {"OPENAI_BASE_URL": self.base_url, "OPENAI_API_KEY": self.api_key}
+        """The environment variables that OpenAI's and Anthropic's clients read, for an agent in a separate process."""
+        openai = {"OPENAI_BASE_URL": self.base_url, "OPENAI_API_KEY": self.api_key}
+        anthropic = {"ANTHROPIC_BASE_URL": self.base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": self.api_key}
+        return openai | anthropic
 
     async def close(self) -> None:
         for close in self._opened:
@@ -68,6 +85,10 @@ class AgentClient:
             if asyncio.iscoroutine(closing):
                 with suppress(RuntimeError):  # the client was used in an event loop that the agent has closed
                     await closing
+
+
+def _id(completion: Any) -> str:
+    return str(getattr(completion, "id", completion))
 
 
 def _openai() -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
@@ -15,10 +16,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import BaseModel
 
-from rally.gateway.agent_runner import RunningAgent, find_agent, run_agent
+from rally.gateway.agent_process import check_command, run_command
+from rally.gateway.agent_runner import Agent, RunningAgent, find_agent, run_agent
 from rally.loops import AgentLoopBase, AgentLoopOutput, LoopError
 from rally.loops.base import EpisodeFailed, Fault, fault_of
 from rally.rewards.score import plain
+from rally.rewards.shaping import ON_TURNS
 from rally.tools.invoke import CallEnd
 from rally.types import Segment, StopReason
 
@@ -44,16 +47,29 @@ class AgentOutcome(NamedTuple):
 
 
 class BlackBoxAgentLoop(AgentLoopBase):
-    """Calls the function named by `agent` as `agent(row, client)`. The gateway listens at `host`, an address of this
-    machine, and `port` (0: any free port)."""
+    """Calls the function named by `agent` as `agent(row, client)`, or runs the program `command`. The gateway listens
+    at `host`, an address of this machine, and `port` (0: any free port)."""
 
-    def __init__(self, agent: str | None = None, host: str = "127.0.0.1", port: int = 0) -> None:
-        self._agent, self._host, self._port = agent, host, port
+    def __init__(
+        self,
+        agent: str | None = None,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        command: Sequence[str] | None = None,
+    ) -> None:
+        self._host, self._port, self._command = host, port, command
+        self._agent = agent if command is None else " ".join(check_command(command))
 
     @classmethod
     def prepare(cls, options: Mapping[str, Any]) -> None:
         super().prepare(options)
-        find_agent(options.get("agent"))
+        command, agent = options.get("command"), options.get("agent")
+        if command is not None and agent is not None:
+            raise LoopError("agent_loop_config has both agent and command; set one of them")
+        if command is None:
+            find_agent(agent)
+        elif shutil.which(check_command(command)[0]) is None:
+            raise LoopError(f"there is no program {command[0]!r}; correct agent_loop_config.command")
         _server()
 
     async def run(self, sampling_params: dict[str, Any], **row_fields: Any) -> AgentLoopOutput:
@@ -66,7 +82,7 @@ class BlackBoxAgentLoop(AgentLoopBase):
     async def _run_agent(
         self, gateway: Any, session: GatewaySession, limit: asyncio.Timeout, row: dict[str, Any]
     ) -> AgentOutcome:
-        function, agents = find_agent(self._agent), gateway.agents
+        function, agents = self._function(session), gateway.agents
         client = gateway.open(session, self.context.episode_id)
         running = RunningAgent(agents, partial(run_agent, function, copied(row), client))
         try:
@@ -82,6 +98,11 @@ class BlackBoxAgentLoop(AgentLoopBase):
             if not running.ended.done():
                 gateway.leave(agents)
         return AgentOutcome(None, abandoned=running.abandoned or not running.ended.done())
+
+    def _function(self, session: GatewaySession) -> Agent:
+        if self._command is None:
+            return find_agent(self._agent)
+        return partial(run_command, check_command(self._command), lambda: session.reported)
 
     def _output(self, session: GatewaySession, outcome: AgentOutcome) -> AgentLoopOutput:
         try:
@@ -99,7 +120,7 @@ class BlackBoxAgentLoop(AgentLoopBase):
     def _made(
         self, session: GatewaySession, outcome: AgentOutcome, reason: StopReason, returned: AgentReturn
     ) -> AgentLoopOutput:
-        segments, turns = session.transcript.parts()
+        segments, turns = session.credits.applied(session.transcript.branches())
         if not segments and reason is StopReason.STOP:
             raise LoopError(
                 f"the agent {self._agent} returned without a completion; it must send requests to client.base_url with "
@@ -107,6 +128,7 @@ class BlackBoxAgentLoop(AgentLoopBase):
             )
         first = segments[0] if segments else Segment(prompt_ids=self.codec.encode_prompt(self.task.prompt))
         counts = {**session.counts, "segments": len(segments), "abandoned": int(outcome.abandoned)}
+        counts |= {"excluded_calls": session.credits.excluded} if session.credits.excluded else {}
         scored = returned.answer if returned.answer is not None else session.transcript.main_reply(self.task.prompt)
         fields = {"agent_answer": returned.answer, "scored_text": scored, "returned": plain(returned.rest)}
         return AgentLoopOutput(
@@ -116,15 +138,29 @@ class BlackBoxAgentLoop(AgentLoopBase):
             segments=segments or (first,),
             turns=turns,
             stop_reason=reason,
-            reward_score=returned.reward,
+            **self._reward(session, reason, returned),
             extra_fields={"agent": counts, **{key: value for key, value in fields.items() if value is not None}},
         )
+
+    def _reward(self, session: GatewaySession, reason: StopReason, returned: AgentReturn) -> dict[str, Any]:
+        """The reward that the agent returned, and the rewards that it gave to calls."""
+        total = session.credits.total
+        if total is None or reason is StopReason.ERROR:
+            return {"reward_score": returned.reward}
+        if returned.reward is None and reason is StopReason.STOP:
+            raise LoopError(
+                f"the agent {self._agent} gave rewards to calls but returned no reward; return a number, 0 for no other"
+            )
+        earned = returned.reward or 0.0
+        return {"reward_score": earned + total, "reward_info": {"score": earned + total, ON_TURNS: total}}
 
     def _meaning(self, session: GatewaySession, ended: CallEnd | None) -> tuple[StopReason, AgentReturn]:
         """The stop reason of the episode and the agent's return value. If the agent raises after it hit a limit, the
         reason is that limit. Any other exception of the agent, and every failure of the engine, is raised."""
         if session.failure is not None:
             raise session.failure
+        if ended is None and session.reported is not None:  # it reported, and did not end in time
+            return session.reason, returned_by(str(self._agent), session.reported)
         if ended is None:
             return (session.reason if session.over else StopReason.DEADLINE), AgentReturn()
         if ended.error is None:

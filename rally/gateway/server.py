@@ -1,6 +1,9 @@
-"""The HTTP server with OpenAI's chat endpoint for the agents of this process.
+"""The HTTP server with OpenAI's and Anthropic's endpoints for the agents of this process.
 
-    POST /v1/chat/completions, GET /v1/models     as in OpenAI's API
+    POST /v1/chat/completions, /v1/responses, GET /v1/models     as in OpenAI's API
+    POST /v1/messages, /v1/messages/count_tokens                 as in Anthropic's API
+    GET, POST /v1/episode                         the row; the result of an agent in a process of its own
+    POST /v1/episode/credit                       the reward of a call, or that it is not trained on
 
 The API key of an episode gives access to that episode only. An unknown key is answered with 401, the key of an ended
 episode with 410. One server, in its own thread, serves all episodes of the process.
@@ -11,12 +14,14 @@ from __future__ import annotations
 import atexit
 import hashlib
 import hmac
+import json
 import secrets
 import socket
 import threading
 from collections.abc import AsyncIterator
 from functools import lru_cache
 from ipaddress import ip_address
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -25,14 +30,19 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from rally.gateway.agent_runner import MODEL, AgentClient, AgentThread
+from rally.gateway.credit import Credit
 from rally.gateway.session import GatewaySession, ended
 from rally.loops import LoopError
+from rally.rewards.score import plain
 from rally.services.admission import Refused, unless_gone
+from rally.services.anthropic_api import Messages
 from rally.services.http_guard import MEBIBYTE, Guard, HttpLimits, uvicorn_options
 from rally.services.openai_api import event
 from rally.services.openai_errors import HANDLERS
 from rally.services.openai_requests import ChatRequest
 from rally.services.openai_responses import Json
+from rally.services.responses_api import Responses
+from rally.types import Message
 
 PREFIX = "rally-"
 MAX_BODY = 32 * MEBIBYTE
@@ -65,7 +75,15 @@ class Gateway:
         self._agents: AgentThread | None = None
         self._socket = _listen(host, port)
         self.base_url = f"http://{_in_url(host)}:{self._socket.getsockname()[1]}/v1"
-        routes = [Route("/v1/chat/completions", self._chat, methods=["POST"]), Route("/v1/models", self._models)]
+        routes = [
+            Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            Route("/v1/models", self._models),
+            Route("/v1/models/{name:path}", self._model),
+            *Responses(self).routes,
+            *Messages(self).routes,
+            Route("/v1/episode", self._episode, methods=["GET", "POST"]),
+            Route("/v1/episode/credit", self._credit, methods=["POST"]),
+        ]
         limits = HttpLimits(max_body=MAX_BODY, keep_alive_seconds=KEEP_ALIVE)
         # Any host name: every request carries the key of its episode, which no web page knows.
         app = Guard(Starlette(routes=routes, exception_handlers=HANDLERS), None, limits)
@@ -92,7 +110,7 @@ class Gateway:
         """A client with an address and key for the session."""
         key = self._keys.make()
         self._sessions[key] = session
-        return AgentClient(base_url=self.base_url, api_key=key, episode_id=episode_id)
+        return AgentClient(base_url=self.base_url, api_key=key, episode_id=episode_id, _credits=session.credits)
 
     def close_session(self, client: AgentClient) -> None:
         self._sessions.pop(client.api_key).close()
@@ -112,10 +130,39 @@ class Gateway:
 
     async def _models(self, request: Request) -> Response:
         self._session(request)
-        return JSONResponse({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "rally"}]})
+        return JSONResponse({"object": "list", "data": [_model(MODEL)]})
+
+    async def _model(self, request: Request) -> Response:
+        self._session(request)
+        return JSONResponse(_model(request.path_params["name"]))  # any name is accepted
+
+    def admit(self, request: Request) -> None:
+        self._session(request)
+
+    async def complete(self, request: Request, chat: ChatRequest) -> Json:
+        return await self._session(request).ask(chat)
+
+    async def count_tokens(self, request: Request, chat: ChatRequest) -> int:
+        return self._session(request).count_tokens(chat)
+
+    def stored_responses(self, request: Request) -> dict[str, list[Message]]:
+        return self._session(request).responses
+
+    async def _episode(self, request: Request) -> Response:
+        session = self._session(request)
+        if request.method == "POST":
+            session.reported = await _json(request)
+            return JSONResponse({"reported": True})
+        return JSONResponse({"task": plain(session.row)})
+
+    async def _credit(self, request: Request) -> Response:
+        session = self._session(request)
+        session.credits.add(Credit.of(await _json(request)))
+        return JSONResponse({"credited": True})
 
     def _session(self, request: Request) -> GatewaySession:
         key = request.headers.get("authorization", "").removeprefix("Bearer ")
+        key = key or request.headers.get("x-api-key", "")  # as Anthropic's clients send it
         session = self._sessions.get(key)
         if session is not None:
             return session
@@ -123,6 +170,17 @@ class Gateway:
             raise ended()
         problem = "this API key belongs to no episode; use the api_key of the client that the agent was called with"
         raise Refused(401, problem, code="invalid_api_key")
+
+
+async def _json(request: Request) -> Any:
+    try:
+        return json.loads(await request.body())
+    except ValueError:
+        raise Refused(400, "the body must be JSON") from None
+
+
+def _model(name: str) -> Json:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "rally"}
 
 
 @lru_cache

@@ -12,16 +12,19 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, NoReturn
 
 from rally.chat import MessageLost
+from rally.chat.grammars import grammar_of
+from rally.gateway.credit import CallCredits
 from rally.gateway.transcript import ChatHistory, Draft, Transcript
 from rally.loops import LoopContext, LoopError
+from rally.models.token_masks import GrammarError
 from rally.services.admission import Refused, SamplingAsk
 from rally.services.openai_requests import ChatRequest
-from rally.services.openai_responses import ChatShape, CompletionResponse, Json, ResponseOptions
-from rally.types import Generation, RallyError, SamplingParams, StopReason
+from rally.services.openai_responses import CompletionResponse, Json, ResponseOptions, chat_shape
+from rally.types import Generation, Message, RallyError, SamplingParams, StopReason
 
 FINAL_SECONDS = 30.0  # seconds for an agent to return after a request was refused because the episode is over
 COUNTED = (
-    *("requests", "refused", "overruled", "gone"),
+    *("requests", "refused", "overruled", "gone", "constrained"),
     *("branches", "rewritten", "tool_calls", "malformed_calls", "tool_answers"),
 )
 
@@ -56,11 +59,19 @@ class GatewaySession:
         self._closed = False
         self.failure: Exception | None = None  # of the engine
         self.refused: str | None = None  # why the last refused request was refused
+        self.responses: dict[str, list[Message]] = {}  # the conversations that previous_response_id may continue
         self.transcript = Transcript(context.codec, context.settings.history, context.began)
+        self.credits = CallCredits()
+        self.reported: Any = None  # the result that the agent posted
 
     @property
     def counts(self) -> dict[str, int]:
         return {name: self.transcript.counts[name] for name in COUNTED}
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The row of the episode."""
+        return self._context.task.row
 
     @property
     def reason(self) -> StopReason:
@@ -74,6 +85,11 @@ class GatewaySession:
     async def ask(self, request: ChatRequest) -> Json:
         """Answer a request. Callable from any event loop; cancelling it cancels the request."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._answer_request(request), self._loop))
+
+    def count_tokens(self, request: ChatRequest) -> int:
+        """The tokens of the request's messages, as a new prompt."""
+        conversation = ChatHistory.of(request.messages, request.offered_tools)
+        return len(self.transcript.codec_for(conversation).encode_prompt(conversation.messages))
 
     def close(self) -> None:
         """End the episode and cancel its requests."""
@@ -107,18 +123,20 @@ class GatewaySession:
         self.transcript.counts["requests"] += 1
         self._check(request)
         conversation = ChatHistory.of(request.messages, request.offered_tools)
+        grammar = await self._grammar(request, conversation)
         try:
             draft = self.transcript.draft(conversation)
         except MessageLost as lost:  # fails the episode even if the agent catches the error
             self.failure = lost
             raise
         budget = self._budget(draft)
-        params = self._params(request, budget)
+        params = self._params(request, budget, grammar)
         started = time.perf_counter()
         with self.transcript.reserved(draft):
             generation = await self._generate(draft, params)
         answer = self._answer(request, draft, params, generation)
         self.transcript.add(draft, generation, answer["choices"][0]["message"], started)
+        self.credits.note(answer["id"], draft.branch)
         if generation.finish == "abort":
             self._end(StopReason.CANCELLED)
         cut = generation.finish == "length" and len(generation.ids) >= budget.tokens
@@ -161,7 +179,15 @@ class GatewaySession:
             code="context_length_exceeded",
         )
 
-    def _params(self, request: ChatRequest, budget: TurnBudget) -> SamplingParams:
+    async def _grammar(self, request: ChatRequest, conversation: ChatHistory) -> str:
+        """The grammar of the reply, which the engine can apply."""
+        grammar = grammar_of(request.constraint, self.transcript.codec_for(conversation))
+        if grammar:
+            self.transcript.counts["constrained"] += 1
+            await self._context.server.check_grammar(grammar)
+        return grammar
+
+    def _params(self, request: ChatRequest, budget: TurnBudget, grammar: str) -> SamplingParams:
         max_tokens = request.length_limit
         stop = request.stop or []
         stop = [stop] if isinstance(stop, str) else stop
@@ -172,19 +198,22 @@ class GatewaySession:
                 "max_tokens": budget.tokens if max_tokens is None else min(max_tokens, budget.tokens),
                 "stop": (*rules.get("stop", ()), *stop),
                 "stop_ids": (*rules.get("stop_ids", ()), *request.stop_token_ids),
+                "grammar": grammar,
             }
         )
 
     async def _generate(self, draft: Draft, params: SamplingParams) -> Generation:
         try:
             return await self._context.server.generate(draft.ids, params)
+        except GrammarError:  # a schema that is too complex is the request's fault
+            raise
         except Exception as failure:  # fails the episode even if the agent catches the error
             self.failure = failure
             self._over = StopReason.ERROR
             raise self._refusal(StopReason.ERROR) from failure
 
     def _answer(self, request: ChatRequest, draft: Draft, params: SamplingParams, generation: Generation) -> Json:
-        shape = ChatShape(self.transcript.codec_for(draft.conversation), bool(draft.conversation.tools))
+        shape = chat_shape(self.transcript.codec_for(draft.conversation), request.constraint)
         options = ResponseOptions(
             model=request.model,
             logprobs=request.wants_logprobs,

@@ -269,9 +269,13 @@ class Transcript:
         turn = SampledTurn(branch, end, parsed.closed, conversation.call_ids, time.perf_counter(), written)
         self._sampled.setdefault(conversation.keys[-1], []).append(turn)
 
+    def branches(self) -> list[Branch]:
+        """The segments that may be extended. The one with the latest turn is last."""
+        return sorted(self._branches, key=lambda branch: branch.turns[-1].started + branch.turns[-1].seconds)
+
     def parts(self) -> EpisodeParts:
-        """The segments and turns so far. The segment with the latest turn is last."""
-        branches = sorted(self._branches, key=lambda branch: branch.turns[-1].started + branch.turns[-1].seconds)
+        """The segments and turns so far, in the order of `branches`."""
+        branches = self.branches()
         turns = (replace(turn, segment=number) for number, branch in enumerate(branches) for turn in branch.turns)
         return EpisodeParts(tuple(branch.segment for branch in branches), tuple(turns))
 

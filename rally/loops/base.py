@@ -11,18 +11,20 @@ import hashlib
 import inspect
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from rally.chat import ChatCodec
-from rally.engines import Engine
+from rally.engines import Engine, EngineError
+from rally.engines.base import NO_GRAMMAR, LocalEngine
 from rally.envs import Environments
 from rally.images.loading import read_image
 from rally.interactions import Interactions
 from rally.tools import ToolBox
 from rally.tools.invoke import is_outage
 from rally.types import (
+    ConstrainedSpan,
     Generation,
     ImageSpan,
     Message,
@@ -138,6 +140,7 @@ class AgentLoopOutput:
                 spans=self._engine_spans(generations),
                 images=tuple(self.images) or self._located(codec),
                 routes=self._engine_routes(generations),
+                constrained=self._engine_constraints(generations),
             ),
         )
 
@@ -167,6 +170,27 @@ class AgentLoopOutput:
         start = len(routes) + 1 - len(sampled)
         end = len(self.prompt_ids) + last + 1
         return routes.first(end - 1) if start < end and ids[start:end] == sampled[: end - start] else None
+
+    def _engine_constraints(self, generations: Sequence[Generation]) -> tuple[ConstrainedSpan, ...]:
+        """The grammars of the sampled tokens. They must be those that the engine sampled, each generation whole."""
+        if not any(generation.constrained for generation in generations):
+            return ()
+        places = [at for at, mask in enumerate(self.response_mask) if mask]
+        known = [token for generation in generations for token in generation.ids]
+        spans: list[ConstrainedSpan] = []
+        first = 0
+        for generation in generations:
+            at = places[first : first + len(generation.ids)]
+            whole = len(at) == len(generation.ids) and at == list(range(at[0], at[0] + len(at))) if at else False
+            if generation.constrained is not None and at:
+                if not whole or [self.response_ids[i] for i in places] != known[: len(places)]:
+                    raise LoopError(
+                        "the agent loop changed or cut tokens that were sampled under a grammar, so they cannot be "
+                        "trained on; return them whole, in order"
+                    )
+                spans.append(generation.constrained.moved(at[0]))
+            first += len(generation.ids)
+        return tuple(spans)
 
     def _check_length(self, name: str, values: Sequence[float]) -> None:
         count = len(self.response_ids)
@@ -240,6 +264,12 @@ class EpisodeServer:
         finally:
             self.seconds += time.perf_counter() - began
 
+    async def check_grammar(self, grammar: str) -> None:
+        """Raises RallyError if the engine cannot apply the grammar."""
+        if not isinstance(self.engine, LocalEngine):
+            raise EngineError(NO_GRAMMAR)
+        await self.engine.check_grammar(grammar)
+
     def _keep(self, prompt: tuple[int, ...], images: tuple[ImageSpan, ...], generation: Generation) -> None:
         """Extend the segment that the prompt continues, or begin one."""
         for at in reversed(range(len(self.segments))):
@@ -278,7 +308,7 @@ class LoopContext:
     check_tokens: bool = True  # whether the episode is compared with the template's full rendering at its end
     began: float = field(default_factory=time.perf_counter)  # when the episode began
     ends_at: float | None = None  # the deadline of the step, by time.perf_counter
-    run_config: Any = None  # the configuration of the run, for loops written for verl; Rally does not read it
+    run_config: Callable[[], Any] = lambda: None  # the configuration of the run, for loops written for verl
 
     def turn_seconds(self, began: float) -> float | None:
         """The time limit of the next turn in seconds, in an exchange that began at `began`."""

@@ -10,11 +10,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from rally.chat import Parsed
+from rally.engines import LockstepEngine
 from rally.envs import EnvError, EnvTurn
-from rally.envs.session import EnvStep
+from rally.envs.session import EnvStep, SeatPresence
 from rally.loops.base import AgentLoopOutput, EpisodeFailed
 from rally.loops.multi_turn import MultiTurnLoop, uncancelled
 from rally.loops.registry import register
@@ -28,15 +30,15 @@ class EnvAgentLoop(MultiTurnLoop):
     """Plays one episode of the row's environment."""
 
     async def run(self, sampling_params: dict[str, Any], **row_fields: Any) -> AgentLoopOutput:
-        self.session = self.context.environments.open(self.task)
+        self.session = self.context.environments.open(self.task, self._presence())
         self.prompt: list[Message] = []
         self.rewards: list[float] = []
         self.info: list[dict[str, Any]] = []
         self.close_failures: list[str] = []
         self.done, self.hinted, self.env_seconds = False, 0, 0.0
+        reason: StopReason | None = None
         try:
-            await self._reset()
-            reason = await self._converse(sampling_params)
+            reason = await self._reset() or await self._converse(sampling_params)
             if self.done and not self.rewards:
                 raise EnvError(f"the environment {self.session.name} ended the episode without ever giving a reward")
         except EnvError as failure:
@@ -44,17 +46,32 @@ class EnvAgentLoop(MultiTurnLoop):
                 raise
             raise EpisodeFailed(failure, self._output(StopReason.ERROR), "infrastructure") from failure
         finally:
-            await uncancelled(self._close())
+            await uncancelled(self._close(failed=reason is None))
         return self._output(reason)
 
-    async def _reset(self) -> None:
+    def _presence(self) -> SeatPresence:
+        """An engine in lockstep must not wait for a seat that waits for another seat."""
+        engine, name = self.server.engine, self.context.episode_id
+        if not isinstance(engine, LockstepEngine):
+            return SeatPresence()
+        return SeatPresence(partial(engine.dismiss, name), partial(engine.expect, name))
+
+    async def _reset(self) -> StopReason | None:
+        """Let the environment write the prompt. A match may end before the seat has a turn."""
         started = time.perf_counter()
         self.prompt, tools = await self.session.reset()
         self.env_seconds += time.perf_counter() - started
         self.begin_exchange(self.codec.with_tools(tools), replace(self.task, prompt=tuple(self.prompt)))
+        ended = self.session.ended
+        if ended is None:
+            return None
+        self.done = True
+        self.info.append(ended.info)
+        self.rewards += [] if ended.reward is None else [ended.reward]
+        return StopReason.STOP
 
-    async def _close(self) -> None:
-        self.close_failures = await self.session.close()
+    async def _close(self, failed: bool) -> None:
+        self.close_failures = await self.session.close(failed)
 
     async def _turn(self, sampling_params: dict[str, Any]) -> StopReason | None:
         limit, parsed = await self._assistant_turn(sampling_params)

@@ -69,7 +69,7 @@ class Runner:
     override_rows: bool = False  # use the default loop even if a row names another
     loops: Mapping[str, LoopSpec] = field(default_factory=dict)
     max_retries: int = 0
-    run_config: Any = None  # the configuration of the run, for loops written for verl
+    run_config: Callable[[], Any] = lambda: None  # the configuration of the run, for loops written for verl
 
     async def run(
         self,

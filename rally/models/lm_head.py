@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rally.models.attention import body_of, causal_of
+from rally.models.token_masks import TokenMasks
 
 MAX_LOGITS = {"cpu": 2**24, "cuda": 2**28}  # elements of one chunk: fits into a CPU's cache; keeps a GPU busy
 
@@ -145,8 +146,15 @@ def chunk_rows(vocabulary: int, device: torch.device) -> int:
     return max(1, MAX_LOGITS["cuda" if device.type == "cuda" else "cpu"] // vocabulary)
 
 
+def masks_of_chunks(masks: TokenMasks | None, positions: int, rows: int) -> list[TokenMasks | None]:
+    """The masks of each chunk of `rows` positions."""
+    firsts = range(0, max(1, positions), rows)
+    return [None if masks is None else masks.within(first, first + rows) for first in firsts]
+
+
 class HeadLogprobs(torch.autograd.Function):
-    """(log-probability of each target, entropy) under softmax(hidden @ weight.T / temperature).
+    """(log-probability of each target, entropy) under softmax(hidden @ weight.T / temperature), over the allowed tokens
+    where there are `masks`.
 
     The backward pass computes the logits again, chunk by chunk. The entropy has a gradient only if `entropy_gradient`.
     """
@@ -160,10 +168,12 @@ class HeadLogprobs(torch.autograd.Function):
         temperature: float,
         rows: int,
         entropy_gradient: bool,
+        masks: TokenMasks | None = None,
     ) -> tuple[Tensor, Tensor]:
+        ctx.masks = masks_of_chunks(masks, len(hidden_UC), rows)
         parts = [
-            _statistics(_logits(hidden, weight_VC, temperature), targets)
-            for hidden, targets in zip(hidden_UC.split(rows), targets_U.split(rows), strict=True)
+            _statistics(_logits(hidden, weight_VC, temperature, allowed), targets)
+            for hidden, targets, allowed in zip(hidden_UC.split(rows), targets_U.split(rows), ctx.masks, strict=True)
         ]
         logp_U, entropy_U, normaliser_U = (torch.cat(x) for x in zip(*parts, strict=True))
         ctx.save_for_backward(hidden_UC, weight_VC, targets_U, entropy_U, normaliser_U)
@@ -178,14 +188,14 @@ class HeadLogprobs(torch.autograd.Function):
         known += [gradient / ctx.temperature for gradient in gradients]
         hidden_gradients = []
         weight_gradient = torch.zeros_like(weight_VC, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        for hidden, *part in zip(*(x.split(ctx.rows) for x in (hidden_UC, *known)), strict=True):
-            logits = _logits(hidden, weight_VC, ctx.temperature)
+        for allowed, hidden, *part in zip(ctx.masks, *(x.split(ctx.rows) for x in (hidden_UC, *known)), strict=True):
+            logits = _logits(hidden, weight_VC, ctx.temperature, allowed)
             gradient = _logits_gradient(logits, _Known(*part), ctx.entropy_gradient).to(weight_VC.dtype)
             hidden_gradients.append(gradient @ weight_VC)
             if weight_gradient is not None:
                 weight_gradient += _exact_product(gradient.t(), hidden)
         weight_gradient = None if weight_gradient is None else weight_gradient.to(weight_VC.dtype)
-        return torch.cat(hidden_gradients), weight_gradient, None, None, None, None
+        return torch.cat(hidden_gradients), weight_gradient, None, None, None, None, None
 
 
 class _Known(NamedTuple):
@@ -205,9 +215,10 @@ def _exact_product(a: Tensor, b: Tensor) -> Tensor:
     return (a @ b).float()
 
 
-def _logits(hidden: Tensor, weight_VC: Tensor, temperature: float) -> Tensor:
+def _logits(hidden: Tensor, weight_VC: Tensor, temperature: float, allowed: TokenMasks | None) -> Tensor:
     logits = _exact_product(hidden, weight_VC.t())
-    return logits if temperature == 1 else logits.div_(temperature)
+    scaled = logits if temperature == 1 else logits.div_(temperature)
+    return scaled if allowed is None else allowed.applied(scaled)
 
 
 def _statistics(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:

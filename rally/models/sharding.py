@@ -9,7 +9,7 @@ Shapes: X any numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
 
@@ -24,6 +24,9 @@ T = TypeVar("T")
 
 class Message:
     """Base of what rank 0 broadcasts to all ranks."""
+
+
+M = TypeVar("M", bound=Message)
 
 
 class Ranks(Protocol):
@@ -52,6 +55,10 @@ class Ranks(Protocol):
         computation."""
         ...
 
+    def scatter(self, messages: Sequence[M]) -> M:
+        """Rank 0 gives one message for each rank; the others give none. Each rank gets its own."""
+        ...
+
     def summon(self, model: PreTrainedModel, work: Callable[..., T], *args: Any) -> T:
         """`work(model, *args)` with the weights gathered that belong to no layer."""
         ...
@@ -77,6 +84,9 @@ class Alone:
 
     def broadcast(self, message: Message) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def scatter(self, messages: Sequence[M]) -> M:
+        return messages[0]
 
     def summon(self, model: PreTrainedModel, work: Callable[..., T], *args: Any) -> T:
         return work(model, *args)

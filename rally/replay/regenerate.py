@@ -16,6 +16,7 @@ from rally.config import Config
 from rally.engines import EmbeddedEngine
 from rally.loops import Job, Runner
 from rally.models.load import pick_device
+from rally.models.token_masks import Grammars
 from rally.runs import build
 from rally.runs.build.rollout import runner_of
 from rally.runs.build.run_inputs import RunInputs
@@ -23,7 +24,7 @@ from rally.train.checkpoint.store import Checkpoint, open_checkpoint
 from rally.train.rollout.dynamic_sampling import LiveGroups
 from rally.types import Episode, RallyError, SamplingParams
 
-ID = re.compile(r"(?P<kind>[tv])(?P<step>\d+)-(?P<prompt>\d+)(-(?P<suffix>[a-z]+))?-(?P<sample>\d+|greedy)")
+ID = re.compile(r"(?P<kind>[tv])(?P<step>\d+)-(?P<prompt>\d+)(-(?P<suffix>[a-z]+\d*))?-(?P<sample>\d+|greedy)")
 
 
 class WeightsGone(RallyError):
@@ -80,7 +81,8 @@ def version_of(checkpoint: Checkpoint | None) -> int:
 def batch_of_episode(episode: Episode, step: Sequence[Episode], config: Config) -> list[Episode]:
     """The episodes of its step that have to be sampled with it, in order."""
     if pick_device(config.trainer.device).type == "cuda":
-        return [episode]  # the kernels are batch-invariant
+        mates = [e for e in step if "match" in e.task.row and e.task.row["match"] == episode.task.row.get("match")]
+        return mates or [episode]  # the kernels are batch-invariant, but the seats of a match need each other
     return sorted(same_rollout(episode, step, config), key=place_of)
 
 
@@ -101,7 +103,9 @@ async def sample_again(
 ) -> dict[str, Episode]:
     """Sample the episodes again. Returns them by id."""
     model = build.model_of(config, str(checkpoint.actor) if checkpoint else None).eval()
-    engine = EmbeddedEngine(model, build.engine_settings_of(config), decode=inputs.codec.decode)
+    grammars = Grammars(inputs.tokenizer, model.config.get_text_config().vocab_size, inputs.codec.stop_ids)
+    settings = build.engine_settings_of(config)
+    engine = EmbeddedEngine(model, settings, decode=inputs.codec.decode, grammars=grammars)
     engine.begin_at(version_of(checkpoint))
     await engine.start()
     try:

@@ -22,6 +22,7 @@ from rally.replay.regenerate import ID, batch_of_episode, same_rollout, sample_a
 from rally.rewards import RewardError
 from rally.rewards.shaping import ON_TURNS
 from rally.runs import build
+from rally.runs.build.data import environments_of
 from rally.runs.build.rollout import scorer_of
 from rally.runs.build.run_inputs import RunInputs
 from rally.track import RunFolder
@@ -191,7 +192,7 @@ def replay(run: Path, episode_id: str, config: Config, checkpoint: Path | None =
         raise ReplayError(f"the episode cannot be sampled with {checkpoint}: {obstacle}")
     tokenizer, toolbox = build.tokenizer_of(config), build.toolbox_of(config)
     codec = build.codec_of(config, tokenizer, toolbox)
-    inputs = RunInputs(tokenizer, toolbox, build.interactions_of(config), codec, None, None)
+    inputs = RunInputs(tokenizer, toolbox, build.interactions_of(config), codec, None, None, environments_of(config))
     with closing(toolbox):
         findings = (
             rendered(record.episode, config, inputs),

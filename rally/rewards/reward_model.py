@@ -1,8 +1,9 @@
 """Scores whole conversations with a sequence classifier in process.
 
 A conversation is rendered with the classifier's own chat template. Its reward is the classifier's single logit, exactly
-as transformers computes it for the conversation alone: padding never changes which token is read. Nothing is cut: a
-conversation that is too long is an error of its episode.
+as transformers computes it for the conversation alone: padding never changes which token is read. Nothing is cut or
+left out: a conversation that is too long, has images, or that the template does not show whole is an error of its
+episode.
 
 Shapes: B conversations, L tokens of the longest.
 """
@@ -10,9 +11,10 @@ Shapes: B conversations, L tokens of the longest.
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -20,6 +22,7 @@ from typing import Any, Self
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rally.images.loading import has_images
 from rally.rewards.score import RewardError, Score, describe
 from rally.rewards.score_inputs import message_text
 from rally.types import Episode
@@ -111,10 +114,21 @@ class ClassifierScorer:
         """The token ids of the conversation, or why it cannot be scored."""
         if episode.error is not None:
             return f"the episode failed before it could be scored: {episode.error}"
+        if has_images(episode.task.prompt) or any(segment.images for segment in episode.segments):
+            return (
+                "the conversation has images, and the reward model reads text only; write a reward function that asks "
+                "a vision model"
+            )
+        messages = conversation(episode)
         try:
-            text = self._tokenizer.apply_chat_template(conversation(episode), tokenize=False)
+            text = str(self._tokenizer.apply_chat_template(messages, tokenize=False))
         except Exception as problem:  # noqa: BLE001 - a template is code of the model's author and may raise anything
             return f"the chat template of the reward model cannot render the conversation ({describe(problem)})"
+        if (role := left_out(messages, text)) is not None:
+            return (
+                f"the chat template of the reward model leaves out a message of the role {role}, so the score would be "
+                "that of another conversation; choose a reward model whose template has that role"
+            )
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         if self._longest is not None and len(ids) > self._longest:
             return (
@@ -151,6 +165,16 @@ class ClassifierScorer:
     def _rest(self) -> None:
         if self._settings.offload and self._model is not None:
             self._model.to("cpu")  # type: ignore[arg-type]
+
+
+def left_out(messages: Sequence[Mapping[str, str]], rendered: str) -> str | None:
+    """The role of a message whose longest word is not in the rendered text; None if all are there. What the policy
+    wrote is not looked for: some templates leave its thoughts out."""
+    for message in messages:
+        words = re.findall(r"[A-Za-z0-9]{3,}", message["content"])
+        if message["role"] != "assistant" and words and max(words, key=len) not in rendered:
+            return message["role"]
+    return None
 
 
 def conversation(episode: Episode) -> list[dict[str, str]]:

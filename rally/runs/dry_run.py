@@ -92,7 +92,7 @@ def _show_memory(config: Config, console: RunConsole) -> None:
     width = torch.empty((), dtype=model.dtype).element_size()
     costs = training_costs(config, model.config, size_of(model), width)
     rows = [[cost.what, shown_bytes(cost.bytes)] for cost in costs]
-    if (ranks := config.trainer.n_gpus_per_node) > 1:
+    if (ranks := config.trainer.world_size) > 1:
         rows.append(["ranks", f"{ranks}, each with its shard of weights, gradients and optimizer states"])
     console.table("memory plan", [*rows, *_engine_rows(config, model), ["device", str(model.device)]])
 

@@ -55,10 +55,24 @@ class EnvCheck:
 
     def fitting(self, train: TaskSet | None, val: TaskSet | None) -> tuple[TaskSet | None, TaskSet | None]:
         """The rows of training and validation whose prompts fit."""
+        self._check_seats()
         train_rows, train_prompts = self._checked(train, "training")
         val_rows, val_prompts = self._checked(val, "validation")
         self._compare(train_prompts, val_prompts)
         return train_rows, val_rows
+
+    def _check_seats(self) -> None:
+        """Refuse settings that start the seats of a match apart from each other, or count their groups as rows."""
+        config = self._config
+        matches = [label for label in self._environments.labels if self._environments.seats(label) > 1]
+        for key, used in {
+            "trainer.v1.trainer_mode=colocate_async without a fixed lag": config.asynchronous
+            and not config.trainer.v1.colocate_async.fixed_lag,
+            "algorithm.filter_groups.enable=true": config.algorithm.filter_groups.enable,
+            "rollout.agent.num_workers above 1": config.uses_loop_workers,
+        }.items():
+            if matches and used:
+                raise EnvError(f"{matches[0]} has several trained seats, which {key} does not support; leave it out")
 
     def _checked(self, tasks: TaskSet | None, kind: str) -> tuple[TaskSet | None, dict[str, set[str]]]:
         prompts: dict[str, set[str]] = {}

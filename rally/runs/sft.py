@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
@@ -107,11 +108,11 @@ def _sft(
     policy = sft_policy_of(config, start, steps, ranks)
     if unadapted := unadapted_experts(policy.model):
         console.note(unadapted)
-    written = set(itertools.chain.from_iterable(row.ids for row in train.rows))
+    written = set(itertools.chain.from_iterable(np.unique(row.ids).tolist() for row in train.rows))
     check_vocabulary(policy.model, tokenizer, written)
     if problem := reloading_problem(tokenizer, policy.model.config):
         console.warn_once("tokenizer", problem)
-    texts = [row.ids for row in itertools.islice((row for row in train.rows if not row.images), 2)]
+    texts = [row.ids.tolist() for row in itertools.islice((row for row in train.rows if not row.images), 2)]
     if config.trainer.startup_check:
         warn = functools.partial(console.warn_once, "startup")
         if compared := compared_rows(texts, config.data.max_length):
@@ -166,11 +167,11 @@ def show(config: SftConfig, console: RunConsole) -> None:
     codec = codec_of(config, tokenizer)
     rows = read_rows(config, config.data.train_files, config.data.train_max_samples, tokenizer, console).rows
     console.note(config.to_yaml().rstrip())
-    first, supervised = rows[0], set(rows[0].sampled)
+    first, supervised = rows[0], set(rows[0].sampled.tolist())
     console.banner("first conversation", {"tokens": str(len(first.ids)), "supervised": str(len(supervised))})
     text = Text()
     for learned, run in itertools.groupby(range(len(first.ids)), key=lambda i: i in supervised):
-        text.append(visible(codec.decode([first.ids[i] for i in run])), style="green" if learned else "dim")
+        text.append(visible(codec.decode(first.ids[list(run)].tolist())), style="green" if learned else "dim")
     console.show(text)
     steps = total_steps(len(rows), config.data.train_batch_size, config.trainer.total_epochs)
     console.table(
@@ -259,7 +260,7 @@ def read_rows(
             phase.advance()
     rows, truncated = [one.row for one in encoded], sum(one.truncated for one in encoded)
     if truncated:
-        empty = sum(not row.sampled for row in rows)
+        empty = sum(not len(row.sampled) for row in rows)
         console.warn_once(
             f"truncated {files}",
             f"{truncated} of {len(rows)} conversations were truncated to data.max_length={settings.max_length} tokens, "

@@ -8,6 +8,7 @@ from contextlib import closing, contextmanager
 
 from rally.config import Config
 from rally.models.sharding import ALONE, Ranks
+from rally.nodes import THIS_MACHINE, RunNodes
 from rally.runs import build
 from rally.runs.build.rollout import rollout_cache_dir
 from rally.runs.build.run_inputs import RunError, RunInputs, RunOutcome, check_ranks, read_inputs
@@ -38,7 +39,9 @@ def frozen_gc() -> Iterator[None]:
         gc.unfreeze()
 
 
-def train(config: Config, console: RunConsole | None = None, ranks: Ranks = ALONE) -> RunOutcome:
+def train(
+    config: Config, console: RunConsole | None = None, ranks: Ranks = ALONE, nodes: RunNodes | None = None
+) -> RunOutcome:
     """Train as configured. Resumes if the run folder holds a checkpoint (trainer.resume_mode)."""
     check_ranks(config.trainer, ranks)
     console = console or RunConsole()
@@ -47,10 +50,10 @@ def train(config: Config, console: RunConsole | None = None, ranks: Ranks = ALON
     if config.trainer.val_only:
         return evaluate_inputs(config, inputs, console)
     with sole_writer(config.run_dir):
-        return _train(config, inputs, console, ranks)
+        return _train(config, inputs, console, ranks, nodes or THIS_MACHINE)
 
 
-def _train(config: Config, inputs: RunInputs, console: RunConsole, ranks: Ranks) -> RunOutcome:
+def _train(config: Config, inputs: RunInputs, console: RunConsole, ranks: Ranks, nodes: RunNodes) -> RunOutcome:
     assert inputs.train_tasks is not None
     folder = RunFolder(config.run_dir).create()
     store = CheckpointStore(
@@ -79,7 +82,7 @@ def _train(config: Config, inputs: RunInputs, console: RunConsole, ranks: Ranks)
             "skip", f"training on cached episodes of {rollout_cache_dir(config)}, which other weights may have sampled"
         )
     rewind(folder, store, checkpoint, console, tuple(build.extra_folders_of(config.trainer).values()))
-    trainer = build.trainer_of(config, inputs, folder, store, checkpoint, steps, console, ranks)
+    trainer = build.trainer_of(config, inputs, folder, store, checkpoint, steps, console, ranks, nodes)
     folder.save_config(config.to_yaml())  # last, so that a failed start keeps the earlier file
     folder.save_versions()
     with closing(inputs.toolbox), frozen_gc(), trainer.interrupt.listening():

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from starlette.requests import Request
 from transformers import PreTrainedTokenizerBase
 
+from rally.engines.base import PromptLogprobs
 from rally.engines.embedded.engine import EmbeddedEngine, OnTokens
 from rally.engines.embedded.request_slots import SampledTokens
 from rally.engines.embedded.sampler import NonFiniteLogits
@@ -72,13 +73,31 @@ class Admission:
         self._sums: Counter[str] = Counter()
 
     async def generate(self, ask: SamplingAsk, on_tokens: OnTokens | None = None) -> Generation:
+        generation = await self._held_while(
+            self.served.engine.generate(ask.prompt_ids, ask.params, on_tokens=on_tokens)
+        )
+        self._ends[generation.finish] += 1
+        if generation.finish == "abort":
+            reason = "the request was aborted, because the engine loads new weights or is being stopped; try again"
+            raise Refused(503, reason, code="aborted", retry_after=1)
+        self._count(ask, generation)
+        return generation
+
+    async def prompt_logprobs(self, ids: Sequence[int], start: int, top: int) -> PromptLogprobs:
+        found = await self._held_while(self.served.engine.prompt_logprobs(ids, start, top))
+        self._ends["scored"] += 1
+        return found
+
+    async def _held_while(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await work of the engine as one of its `max_requests`, and count how it fails."""
         engine = self.served.engine
         if self._held >= self.served.max_requests:
+            work.close()
             self._ends["busy"] += 1
             raise Refused(429, f"{self._held} requests are already running or waiting; try again later", retry_after=1)
         self._held += 1
         try:
-            generation = await engine.generate(ask.prompt_ids, ask.params, on_tokens=on_tokens)
+            return await work
         except asyncio.CancelledError:
             self._ends["cancelled"] += 1
             raise
@@ -95,12 +114,6 @@ class Admission:
             raise
         finally:
             self._held -= 1
-        self._ends[generation.finish] += 1
-        if generation.finish == "abort":
-            reason = "the request was aborted, because the engine loads new weights or is being stopped; try again"
-            raise Refused(503, reason, code="aborted", retry_after=1)
-        self._count(ask, generation)
-        return generation
 
     async def follow(self, asks: Sequence[SamplingAsk], *, as_sampled: bool) -> AsyncGenerator[RequestEvent, None]:
         """The ends of requests as they happen and, with `as_sampled`, their new tokens. Closing the generator cancels

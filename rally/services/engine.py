@@ -1,8 +1,12 @@
 """The engine server: an embedded engine over HTTP, with Rally's token protocol and OpenAI's API.
 
     POST /generate, GET /health                              Rally's protocol, see rally/engines/remote/rally_api.py
-    POST /v1/completions, /v1/chat/completions, GET /v1/models     OpenAI's API
-    POST /load_weights {"folder", "version", "in_flight"}    new weights of the same model, if enabled; with a token
+    POST /v1/completions, /v1/chat/completions, /v1/responses, GET /v1/models    OpenAI's API
+    POST /v1/messages, /v1/messages/count_tokens             Anthropic's API
+    POST /prompt_logprobs {"ids", "start", "top"}            log-probabilities of ids[start:] at temperature 1
+    GET  /tokenizer                                          the ids of all tokens, and the rows of the embedding
+    POST /load_weights {"folder", "deltas", "version", "in_flight"}
+        new weights of the same model, if enabled; with a token: those of a folder, deltas to the current ones, or both
     GET  /metrics                                            Prometheus metrics
 
 Token ids are passed unchanged in both directions, with the logprobs of sampled tokens. A request whose client
@@ -32,6 +36,7 @@ from torch import Tensor
 from rally.engines.embedded.engine import EmbeddedEngine
 from rally.engines.prometheus import CONTENT_TYPE, exposition
 from rally.engines.remote.server_api import generation_to_wire
+from rally.engines.remote.weight_deltas import DeltaError, StoredTensor, apply_in_place, read_delta, stored_tensors
 from rally.services.admission import Admission, Refused, SamplingAsk, Served, unless_gone
 from rally.services.http_server import ServeError, carries
 from rally.services.openai_api import OpenAI
@@ -44,7 +49,9 @@ TWO_NAMES = (("max_tokens", "max_new_tokens"), ("stop_ids", "stop_token_ids"))
 class LoadRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    folder: Path
+    folder: Path | None = None
+    deltas: list[Path] = Field(default=[], max_length=1000)
+    """Files that are applied, in this order, to the weights of `folder` or, without one, to the current ones."""
     version: int = Field(ge=0, lt=2**63, strict=True)
     in_flight: Literal["abort", "keep", "recompute"]
 
@@ -56,20 +63,59 @@ def load_weights(engine: EmbeddedEngine, request: LoadRequest) -> None:
         raise Refused(
             400, f"requests in flight follow {in_flight!r} here, not {request.in_flight!r}; set rollout.in_flight to it"
         )
-    loaded: dict[str, Tensor] = {}
-    try:
-        for file in sorted(request.folder.glob("*.safetensors")):
-            loaded |= load_file(file)
-    except (OSError, SafetensorError, ValueError) as problem:
-        raise Refused(400, f"the weights in {request.folder} cannot be read: {problem}") from problem
     ours = engine.core.model.state_dict()
+    loaded = _with_deltas(request, ours) if request.deltas else _from_folder(request.folder)
     if misfit := next(_mismatches(ours, loaded), None):
-        raise Refused(
-            400, f"the weights in {request.folder} do not fit this model: {misfit}; serve the model of the run"
-        )
+        where = request.folder or request.deltas[0]
+        raise Refused(400, f"the weights in {where} do not fit this model: {misfit}; serve the model of the run")
     with torch.no_grad(), engine.updating(request.version):
         for name, weight in loaded.items():
             ours[name].copy_(weight)
+
+
+def _from_folder(folder: Path | None) -> dict[str, Tensor]:
+    if folder is None:
+        raise Refused(400, "name a folder with weights, or deltas to the current ones")
+    loaded: dict[str, Tensor] = {}
+    try:
+        for file in sorted(folder.glob("*.safetensors")):
+            loaded |= load_file(file)
+    except (OSError, SafetensorError, ValueError) as problem:
+        raise Refused(400, f"the weights in {folder} cannot be read: {problem}") from problem
+    return loaded
+
+
+def _with_deltas(request: LoadRequest, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights after all deltas. Those that the engine samples from are only read."""
+    try:
+        deltas = [read_delta(path) for path in request.deltas]
+        if request.folder is not None:
+            stored = stored_tensors(request.folder)
+        else:
+            stored = {one.name: _stored(ours[one.name]) for one in deltas[0].weights if one.name in ours}
+        for delta in deltas:
+            apply_in_place(delta, stored)
+    except (OSError, ValueError, LookupError, DeltaError) as problem:
+        raise Refused(400, f"the deltas cannot be applied: {problem}", code="wrong_base") from problem
+    if deltas[-1].version != request.version:
+        raise Refused(
+            400, f"the deltas end at version {deltas[-1].version}, not {request.version}; send the others too"
+        )
+    return {name: _tensor(one) for name, one in stored.items()}
+
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def _stored(weight: Tensor) -> StoredTensor:
+    """A copy of a weight as bytes."""
+    data = weight.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
+    return StoredTensor(NAMES[weight.dtype], tuple(weight.shape), data if weight.is_cuda else data.copy())
+
+
+def _tensor(stored: StoredTensor) -> Tensor:
+    return torch.from_numpy(stored.data).view(DTYPES[stored.dtype]).reshape(stored.shape)
 
 
 def _mismatches(ours: Mapping[str, Tensor], loaded: Mapping[str, Tensor]) -> Iterator[str]:
@@ -89,6 +135,14 @@ class GenerateRequest(BaseModel):
     sampling: dict[str, Any] = {}
 
 
+class PromptRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    ids: list[int] = Field(min_length=2)
+    start: int = 1
+    top: int = 0
+
+
 def create_app(served: Served, token: str | None = None, *, accepts_weights: bool = False) -> Starlette:
     """The server as an ASGI application. The engine is closed when the server stops. Only a server with a token
     accepts weights: they decide what a training run learns from."""
@@ -104,6 +158,8 @@ def create_app(served: Served, token: str | None = None, *, accepts_weights: boo
     return Starlette(
         routes=[
             Route("/generate", service.generate, methods=["POST"]),
+            Route("/prompt_logprobs", service.prompt_logprobs, methods=["POST"]),
+            Route("/tokenizer", service.tokenizer),
             Route("/health", service.health),
             Route("/metrics", service.metrics),
             *([Route("/load_weights", service.load_weights, methods=["POST"])] if accepts_weights else []),
@@ -119,6 +175,7 @@ class _EngineService:
     def __init__(self, served: Served) -> None:
         self.admission = Admission(served)
         self._served = served
+        self._loading = asyncio.Lock()
 
     async def generate(self, request: Request) -> Response:
         body = GenerateRequest.model_validate_json(await request.body())
@@ -126,11 +183,29 @@ class _EngineService:
             if body.sampling.keys() >= set(pair):
                 raise Refused(400, f"{pair[0]} and {pair[1]} are two names of one parameter; give one of them")
         ask = SamplingAsk(body.prompt_ids, SamplingParams.of(body.sampling))
+        if ask.params.grammar:
+            raise Refused(400, "/generate accepts no grammar; send a chat request with response_format or tool_choice")
         return JSONResponse(generation_to_wire(await unless_gone(request, self.admission.generate(ask))))
+
+    async def prompt_logprobs(self, request: Request) -> Response:
+        body = PromptRequest.model_validate_json(await request.body())
+        version = self._served.engine.weight_version
+        work = self.admission.prompt_logprobs(body.ids, body.start, body.top)
+        found = await unless_gone(request, work)
+        if self._served.engine.weight_version != version:
+            raise Refused(503, "the engine loaded new weights meanwhile; try again", code="aborted", retry_after=1)
+        return JSONResponse(found._asdict() | {"weight_version": version})
+
+    async def tokenizer(self, request: Request) -> Response:
+        weight = self._served.engine.core.model.get_input_embeddings().weight
+        assert isinstance(weight, Tensor)
+        rows = len(weight)
+        return JSONResponse({"vocab": self._served.tokenizer.get_vocab(), "rows": rows})
 
     async def load_weights(self, request: Request) -> Response:
         body = LoadRequest.model_validate_json(await request.body())
-        await asyncio.to_thread(load_weights, self._served.engine, body)
+        async with self._loading:  # a delta must not be applied while its base is replaced
+            await asyncio.to_thread(load_weights, self._served.engine, body)
         return JSONResponse({"success": True, "weight_version": body.version})
 
     async def health(self, request: Request) -> Response:
@@ -154,7 +229,10 @@ class _TokenCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] != "/health":
-            header = dict(scope["headers"]).get(b"authorization", b"")
+            headers = dict(scope["headers"])
+            header = headers.get(b"authorization", b"")
+            if b"x-api-key" in headers and not header:  # as Anthropic's clients send it
+                header = b"Bearer " + headers[b"x-api-key"]
             if not carries(self._token, header.decode("latin-1")):
                 error = Refused(401, "this server requires its token as the API key", code="invalid_api_key")
                 await refuse(Request(scope), error)(scope, receive, send)

@@ -1,4 +1,6 @@
-"""OpenAI's `/v1/completions`, `/v1/chat/completions` and `/v1/models` over an embedded engine, for unmodified clients.
+"""OpenAI's and Anthropic's endpoints over an embedded engine, for unmodified clients.
+
+Text and chat completions and models are here; `/v1/responses` and `/v1/messages` are translated into chat requests.
 
 Tools are rendered and calls parsed by the chat codec of training, so a trained agent is served with the same prompts.
 """
@@ -17,11 +19,21 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from rally.chat import ChatCodec
+from rally.chat.grammars import grammar_of
 from rally.engines.embedded.request_slots import SampledTokens
 from rally.services.admission import Admission, Refused, RequestEvent, SamplingAsk, unless_gone
+from rally.services.anthropic_api import Messages
 from rally.services.openai_errors import error_body
 from rally.services.openai_requests import COMPLETION_TOKENS, ChatRequest, CompletionRequest, SamplingRequest
-from rally.services.openai_responses import ChatShape, CompletionResponse, CompletionShape, Json, ResponseOptions, Shape
+from rally.services.openai_responses import (
+    CompletionResponse,
+    CompletionShape,
+    Json,
+    ResponseOptions,
+    Shape,
+    chat_shape,
+)
+from rally.services.responses_api import Responses
 from rally.types import Generation, Message, RallyError
 
 TOOL_LISTS = 64  # the number of codecs that are cached
@@ -39,14 +51,24 @@ class OpenAI:
     def routes(self) -> list[Route]:
         return [
             Route("/v1/models", self.models),
+            Route("/v1/models/{name:path}", self.model),
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            *Responses(self).routes,
+            *Messages(self).routes,
         ]
 
     async def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model]})
+
+    async def model(self, request: Request) -> Response:
+        self._check_name(request.path_params["name"])
+        return JSONResponse(self._model)
+
+    @property
+    def _model(self) -> Json:
         model = {"id": self._served.name, "object": "model", "created": self._started, "owned_by": "rally"}
-        model["max_model_len"] = self._served.engine.max_model_len
-        return JSONResponse({"object": "list", "data": [model]})
+        return model | {"max_model_len": self._served.engine.max_model_len}
 
     async def completions(self, request: Request) -> Response:
         body = CompletionRequest.model_validate_json(await request.body())
@@ -62,6 +84,26 @@ class OpenAI:
 
     async def chat(self, request: Request) -> Response:
         body = ChatRequest.model_validate_json(await request.body())
+        asks, shape = self._chat_asks(body)
+        return await self._answer(request, body, asks, shape)
+
+    def admit(self, request: Request) -> None:
+        """The application has checked the token."""
+
+    async def complete(self, request: Request, chat: ChatRequest) -> Json:
+        asks, shape = self._chat_asks(chat)
+        return CompletionResponse(shape, self._options(chat), asks).whole(await self._whole(asks))
+
+    async def count_tokens(self, request: Request, chat: ChatRequest) -> int:
+        self._check(chat)
+        chat.check_messages()
+        return len(self._codec(json.dumps(chat.offered_tools)).encode_prompt(chat.messages))
+
+    def stored_responses(self, request: Request) -> None:
+        """Nothing is stored between requests."""
+
+    def _chat_asks(self, body: ChatRequest) -> tuple[list[SamplingAsk], Shape]:
+        """What a chat request asks of the engine, and the shape of its answer."""
         self._check(body)
         body.check_messages()
         codec = self._codec(json.dumps(body.offered_tools))
@@ -77,26 +119,29 @@ class OpenAI:
             raise Refused(400, problem, param="tools")
         requested = body.length_limit
         limit = requested if requested is not None else max(1, self._served.engine.max_model_len - len(prompt))
-        asks = [SamplingAsk(prompt, body.sampling(choice, limit, codec.stop_ids)) for choice in range(body.n)]
-        return await self._answer(request, body, asks, ChatShape(codec, bool(body.offered_tools)))
+        grammar = grammar_of(body.constraint, codec)
+        asks = [SamplingAsk(prompt, body.sampling(choice, limit, codec.stop_ids, grammar)) for choice in range(body.n)]
+        return asks, chat_shape(codec, body.constraint)
 
     async def _answer(
         self, request: Request, body: CompletionRequest | ChatRequest, asks: Sequence[SamplingAsk], shape: Shape
     ) -> Response:
-        options = ResponseOptions(
-            model=self._served.name,
-            logprobs=body.wants_logprobs,
-            token_ids=body.return_token_ids,
-            usage_in_stream=body.stream_options is not None and body.stream_options.include_usage,
-            choices=body.n,
-        )
-        answer = CompletionResponse(shape, options, asks)
+        answer = CompletionResponse(shape, self._options(body), asks)
         if not body.stream:
             return JSONResponse(answer.whole(await unless_gone(request, self._whole(asks))))
         updates = self._admission.follow(asks, as_sampled=True)
         first = await unless_gone(request, anext(updates))  # an error must come before the response begins
         events = self._events(answer, first, updates, len(asks))
         return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+    def _options(self, body: CompletionRequest | ChatRequest) -> ResponseOptions:
+        return ResponseOptions(
+            model=self._served.name,
+            logprobs=body.wants_logprobs,
+            token_ids=body.return_token_ids,
+            usage_in_stream=body.stream_options is not None and body.stream_options.include_usage,
+            choices=body.n,
+        )
 
     async def _whole(self, asks: Sequence[SamplingAsk]) -> list[Generation]:
         ends: dict[int, Generation] = {}
@@ -128,8 +173,11 @@ class OpenAI:
 
     def _check(self, body: SamplingRequest) -> None:
         body.refuse_unknown()
-        if body.model != self._served.name:
-            message = f"there is no model {body.model!r} here; use {self._served.name!r}"
+        self._check_name(body.model)
+
+    def _check_name(self, name: str) -> None:
+        if name != self._served.name:
+            message = f"there is no model {name!r} here; use {self._served.name!r}"
             raise Refused(404, message, param="model", code="model_not_found")
 
     def _encoded(self, prompt: str | list[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Converts exceptions to responses in OpenAI's error format."""
+"""Converts exceptions to responses in OpenAI's error format, or in Anthropic's for its endpoints."""
 
 from __future__ import annotations
 
@@ -12,6 +12,22 @@ from starlette.responses import JSONResponse, Response
 
 from rally.services.admission import ClientGone, Refused
 from rally.types import RallyError
+
+ANTHROPIC = "/v1/messages"
+ANTHROPIC_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def anthropic_error(error: RallyError, status: int) -> dict[str, Any]:
+    """The JSON of an error in Anthropic's format."""
+    kind = ANTHROPIC_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": str(error)}}
 
 
 def error_body(error: RallyError) -> dict[str, Any]:
@@ -29,7 +45,9 @@ def refuse(request: Request, error: Exception) -> Response:
     assert isinstance(error, RallyError)
     status = error.status if isinstance(error, Refused) else 400
     pause = error.retry_after if isinstance(error, Refused) else 0
-    return JSONResponse(error_body(error), status, {"Retry-After": str(pause)} if pause else None)
+    anthropic = request.url.path.startswith(ANTHROPIC)
+    body = anthropic_error(error, status) if anthropic else error_body(error)
+    return JSONResponse(body, status, {"Retry-After": str(pause)} if pause else None)
 
 
 def _refuse_malformed(request: Request, error: Exception) -> Response:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from rally.chat.grammars import ANY_OBJECT, Constraint
 from rally.services.admission import Refused
 from rally.types import Message, SamplingParams
 
@@ -18,9 +20,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (None, 0),
     "logit_bias": (None, {}),
     "modalities": (None, ["text"]),
-    "parallel_tool_calls": (None, True),
     "presence_penalty": (None, 0),
-    "response_format": (None, {"type": "text"}),
     "service_tier": (None, "auto", "default"),
     "store": (None, False),
     "suffix": (None, ""),
@@ -70,7 +70,7 @@ class SamplingRequest(BaseModel):
         if self.stream_options is not None and not self.stream:
             raise Refused(400, "stream_options needs stream=true", param="stream_options")
 
-    def sampling(self, choice: int, max_tokens: int, stop_ids: tuple[int, ...]) -> SamplingParams:
+    def sampling(self, choice: int, max_tokens: int, stop_ids: tuple[int, ...], grammar: str = "") -> SamplingParams:
         """The sampling parameters of the `choice`-th choice. With a seed, each choice gets its own."""
         ends = () if self.ignore_eos else stop_ids
         values: dict[str, Any] = {
@@ -83,6 +83,7 @@ class SamplingRequest(BaseModel):
         return SamplingParams.of(
             {name: value for name, value in values.items() if value is not None}
             | {"max_tokens": max_tokens, "stop": self.stop or (), "stop_ids": (*self.stop_token_ids, *ends)}
+            | {"grammar": grammar}
         )
 
 
@@ -149,6 +150,8 @@ class ChatRequest(SamplingRequest):
     tool_choice: Any = "auto"
     logprobs: bool | None = None
     max_completion_tokens: int | None = None
+    response_format: dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
 
     @property
     def wants_logprobs(self) -> bool:
@@ -176,17 +179,49 @@ class ChatRequest(SamplingRequest):
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
-        if self.tool_choice not in ("auto", "none", None):
-            raise Refused(
-                400,
-                "the model decides whether it calls a tool; tool_choice may be auto or none",
-                param="tool_choice",
-            )
         for at, tool in enumerate(self.tools or []):
             if not _is_function(tool.get("function") or tool):
                 problem = f"tools.{at} is not a function with a name and parameters; only such tools are supported"
                 raise Refused(400, f"{problem}, so leave it out", param="tools")
         return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def constraint(self) -> Constraint:
+        """What the reply must be: `response_format`, `tool_choice` and `parallel_tool_calls`."""
+        only = self._named_tool
+        forced = only is not None or self.tool_choice == "required"
+        return Constraint(
+            schema=self._schema,
+            choice="required" if forced else "auto",
+            only=only,
+            parallel=self.parallel_tool_calls,
+        )
+
+    @property
+    def _named_tool(self) -> str | None:
+        choice = self.tool_choice
+        if choice in ("auto", "none", "required", None):
+            return None
+        function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            problem = "tool_choice must be auto, none, required, or a function by its name"
+            raise Refused(400, problem, param="tool_choice")
+        return str(function["name"])
+
+    @property
+    def _schema(self) -> Mapping[str, Any] | None:
+        """The JSON schema of the answer."""
+        wanted = self.response_format or {"type": "text"}
+        if wanted.get("type") == "text":
+            return None
+        if wanted.get("type") == "json_object":
+            return ANY_OBJECT
+        named = wanted.get("json_schema")
+        schema = named.get("schema") if wanted.get("type") == "json_schema" and isinstance(named, dict) else None
+        if not isinstance(schema, dict):
+            problem = "response_format must have type text, json_object, or json_schema with json_schema.schema"
+            raise Refused(400, problem, param="response_format")
+        return schema
 
 
 def _shown(value: Any) -> str:

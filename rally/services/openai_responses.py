@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from rally.chat import ChatCodec
+from rally.chat.grammars import Constraint, answer_prefix
 from rally.engines.embedded.request_slots import SampledTokens
 from rally.services.admission import SamplingAsk
 from rally.types import Generation, SamplingParams
@@ -222,25 +223,35 @@ class CompletionShape:
 
 
 class ChatShape:
-    """Chat completions. With tools a turn is sent when it is complete, because only then its calls are known."""
+    """Chat completions. With tools a turn is sent when it is complete, because only then its calls are known. `prefix`
+    is what the chat template writes before an answer; it is no part of a JSON answer."""
 
     prefix, kind, piece_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, codec: ChatCodec, tools: bool) -> None:
-        self._codec, self._tools = codec, tools
+    def __init__(self, codec: ChatCodec, tools: bool, prefix: str = "") -> None:
+        self._codec, self._tools, self._prefix = codec, tools, prefix
 
     def stream(self, params: SamplingParams) -> TextStream | None:
-        return None if self._tools else TextStream(self._codec.decode, params.stop)
+        return None if self._tools or self._prefix else TextStream(self._codec.decode, params.stop)
 
     def text(self, generation: Generation, params: SamplingParams) -> str:
-        return before_stop(self._codec.decode(_without_end(generation, params)), params.stop)
+        text = before_stop(self._codec.decode(_without_end(generation, params)), params.stop)
+        return text.removeprefix(self._prefix)
 
     def prompt(self, ids: list[int]) -> PromptFields:
         return PromptFields({"prompt_token_ids": ids}, {})
 
     def whole(self, generation: Generation, params: SamplingParams) -> Json:
         message, finish = self._message(generation, params)
-        return {"message": message, "finish_reason": finish}
+        return {"message": message, "finish_reason": finish, **self._stop_reason(generation, params)}
+
+    def _stop_reason(self, generation: Generation, params: SamplingParams) -> Json:
+        """The stop string that ended the turn, under vLLM's name for it."""
+        if not params.stop or generation.finish != "stop":
+            return {}
+        text = self._codec.decode(_without_end(generation, params))
+        at, stop = min(((at, stop) for stop in params.stop if (at := text.find(stop)) >= 0), default=(-1, ""))
+        return {"stop_reason": stop} if at >= 0 else {}
 
     def piece(self, text: str, *, first: bool) -> Json:
         return {"delta": {**({"role": "assistant"} if first else {}), "content": text}}
@@ -271,6 +282,11 @@ class ChatShape:
         return {"role": "assistant", "content": self.text(generation, params)}, generation.finish
 
 
+def chat_shape(codec: ChatCodec, constraint: Constraint) -> ChatShape:
+    """The shape of replies under a constraint."""
+    return ChatShape(codec, bool(codec.tools), answer_prefix(codec) if constraint.schema is not None else "")
+
+
 def _openai_call(function: Json) -> Json:
     """A tool call in OpenAI's form, with a new id and the arguments as JSON text."""
     call = {"name": function["name"], "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
@@ -281,3 +297,8 @@ def _without_end(generation: Generation, params: SamplingParams) -> tuple[int, .
     """The ids without the stop token that ended them."""
     ids = generation.ids
     return ids[:-1] if generation.finish == "stop" and ids and ids[-1] in params.stop_ids else ids
+
+
+def call_key(name: str) -> str:
+    """What the ids of one call have in common: chatcmpl-KEY, resp_KEY and msg_KEY."""
+    return name.replace("_", "-").rpartition("-")[2]

@@ -103,9 +103,9 @@ def print_report(report: CheckReport, name: str, settings: SftSettings, console:
 def compare(codec: ChatCodec, messages: Sequence[Message], row: Row) -> None:
     """Raise `SftDifference` at the first token where an episode of these messages differs from `row`."""
     exchange = replayed(codec, messages)
-    segment, supervised = exchange.segment, set(row.sampled)
+    segment = exchange.segment
     mask = (0,) * len(segment.prompt_ids) + segment.response_mask
-    supervised_tokens = [(token, int(i in supervised)) for i, token in enumerate(row.ids)]
+    supervised_tokens = list(zip(row.ids.tolist(), map(int, row.mask), strict=True))
     episode = list(zip(segment.ids, mask, strict=True))
     place = next((i for i, (a, b) in enumerate(zip_longest(supervised_tokens, episode)) if a != b), None)
     if place is not None:
@@ -173,7 +173,7 @@ def _note_rendering(report: CheckReport, codec: ChatCodec, one: Conversation, ro
     """Count conversations that the template itself renders differently, as some do with the thinking of earlier
     turns."""
     try:
-        difference = codec.sanity(row.ids, one.messages, "ignore_strippable")
+        difference = codec.sanity(row.ids.tolist(), one.messages, "ignore_strippable")
     except TemplateError as refusal:
         difference = str(refusal)
     if difference is not None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -73,8 +74,16 @@ def encode_row(
             )
         keep = slice(-settings.max_length, None) if settings.truncation == "left" else slice(settings.max_length)
         ids, mask = ids[keep], mask[keep]
-    sampled = tuple(i for i, m in enumerate(mask) if m and i > 0)
-    row = Row(ids=ids, sampled=sampled, logprobs=(0.0,) * len(sampled), episode=number, images=images)
+    supervised = np.fromiter(mask, np.bool_, len(mask))
+    supervised[:1] = False  # nothing predicts the first token
+    sampled = np.flatnonzero(supervised).astype(np.int32)
+    row = Row(
+        ids=np.fromiter(ids, np.int32, len(ids)),
+        sampled=sampled,
+        logprobs=np.zeros(len(sampled), np.float32),
+        episode=number,
+        images=images,
+    )
     return EncodedRow(row, truncated)
 
 
@@ -83,21 +92,24 @@ def conversation_row(codec: ChatCodec, messages: Sequence[Message], settings: Sf
     return encode_row(codec, messages, settings, label).row
 
 
-def sft_step(policy: Policy, rows: Sequence[Row], settings: SftSettings) -> dict[str, float]:
-    """One optimizer step on the mean negative log-likelihood of the supervised tokens."""
-    tokens = sum(len(row.sampled) for row in rows)
+def sft_step(
+    policy: Policy, rows: Sequence[Row], settings: SftSettings, *, tokens: int | None = None
+) -> dict[str, float]:
+    """One optimizer step on the mean negative log-likelihood of the supervised tokens. Only rank 0 has the rows; the
+    others get `tokens`, the number of supervised ones."""
+    tokens = sum(len(row.sampled) for row in rows) if tokens is None else tokens
     if tokens == 0:
         raise SftError("this batch has no assistant token to train on; raise data.max_length")
     mine, tried = torch.zeros(1, device=policy.device), []
-    with policy.ranks.broadcast(SftStep(rows, torch.initial_seed())), policy.training():
-        parts = micro_batches_for(policy.ranks, rows, settings.limits)
-        for part in share_of(policy.ranks, parts):
+    with policy.ranks.broadcast(SftStep(tokens, torch.initial_seed())), policy.training():
+        rounds = micro_batches_for(policy.ranks, rows, settings.limits)
+        for part in share_of(policy.ranks, rounds):
             loss_M = -token_logprobs(policy.model, pack(part.rows, policy.device)).logp_M / tokens
             (loss_M.sum() * part.counts).backward()
             if part.counts:
                 mine += loss_M.detach().sum()
                 tried.append(Tried(part.rows, loss_M.detach()))
-        norm = take_step(policy, parts, tried)
+        norm = take_step(policy, rounds, tried)
         total = sum(map(float, policy.ranks.all_gather(mine)))
     rate = policy.optimizer.param_groups[0]["lr"]
     policy.advance()
@@ -110,8 +122,8 @@ def sft_loss(policy: Policy, rows: Sequence[Row], settings: SftSettings) -> floa
     def forward(packed: PackedRows) -> Tensor:
         return token_logprobs(policy.model, packed).logp_M
 
-    supervised = [row for row in rows if row.sampled]
-    with policy.ranks.broadcast(ComputeLoss(supervised)):
+    supervised = [row for row in rows if len(row.sampled)]
+    with policy.ranks.broadcast(ComputeLoss()):
         logp_M = over_rows(supervised, forward, policy.device, settings.limits, policy.ranks)
     return -float(logp_M.sum(dtype=torch.float64)) / max(1, logp_M.numel())
 

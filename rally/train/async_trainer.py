@@ -79,8 +79,9 @@ class GroupAdmission:
             yield
         finally:
             self.running -= 1
-            async with self._changed:
-                self._changed.notify_all()
+            if self._paused and self.running == 0:  # only `drain` waits for this; all others wait for `advance`
+                async with self._changed:
+                    self._changed.notify_all()
 
     async def drain(self) -> None:
         """Let no further episode start, and wait until none is running."""

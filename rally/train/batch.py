@@ -20,7 +20,7 @@ from torch import Tensor
 from rally.algos.credit_assignment import CreditSettings, Scored, Turns, token_advantages
 from rally.rewards import outcome
 from rally.track import AdvantageSpan
-from rally.train.packing import Row
+from rally.train.packing import Flags, Row, joined
 from rally.types import Episode, Image, RallyError, Segment, Turn
 
 
@@ -66,11 +66,19 @@ def _recorded_turns(episode: Episode) -> list[_Turn]:
     """The turns that the loop recorded."""
     turns: list[_Turn] = []
     state: Any = None  # the prompt, which the group has in common
+    early = 0.0  # rewards of excluded calls before the first turn that is trained on
     for turn in episode.turns:
         earned = turn.reward or 0.0
         if turn.role == "assistant":
             mask = episode.segments[turn.segment].response_mask[turn.start : turn.end]
-            turns.append(_Turn(sum(mask), earned, state))
+            if turn.end > turn.start and not any(mask):  # the agent excluded the call; its reward still counts
+                if turns:
+                    turns[-1] = turns[-1]._replace(reward=turns[-1].reward + earned)
+                else:
+                    early += earned
+                continue
+            turns.append(_Turn(sum(mask), earned + early, state))
+            early = 0.0
         else:
             state = turn.text, _image_hashes(turn)
             if turns:
@@ -107,6 +115,10 @@ GREEDY = "remax/greedy_reward"
 """The key under which an episode records the reward of its group's greedy episode."""
 
 
+class CreditError(RallyError):
+    """The advantage estimator does not fit the episodes."""
+
+
 class ComponentError(RallyError):
     """The reward function did not return a number that the advantage estimator needs."""
 
@@ -127,13 +139,13 @@ class TrainBatch:
     @property
     def advantages_M(self) -> Tensor:
         """The advantage of every sampled token, row by row; a single 0 if nothing was sampled."""
-        advantages = np.fromiter(itertools.chain.from_iterable(row.advantages for row in self.rows), np.float32)
+        advantages = joined((row.advantages for row in self.rows), np.float32)
         return torch.from_numpy(advantages) if advantages.size else torch.zeros(1)
 
     @property
     def live_share(self) -> float:
         """The share of episodes whose group has a non-zero advantage."""
-        live = {int(self.groups_N[row.episode]) for row in self.rows if any(row.advantages)}
+        live = {int(self.groups_N[row.episode]) for row in self.rows if row.advantages.any()}
         return sum(group in live for group in self.groups_N.tolist()) / max(1, self.groups_N.numel())
 
     def mini_batches(self, groups: int, order: Sequence[int]) -> list[list[int]]:
@@ -155,32 +167,61 @@ def with_stale_tokens(batch: TrainBatch, episodes: Sequence[Episode], version: i
     KV of such a turn may still be of the older version."""
     segments = [segment for e in episodes for segment in e.segments if segment.sampled]
     rows = [
-        replace(row, stale=_stale(segment, row.sampled, version))
+        replace(row, stale=_stale(segment, version)[row.sampled])
         for row, segment in zip(batch.rows, segments, strict=True)
     ]
     return replace(batch, rows=rows)
 
 
-def _stale(segment: Segment, sampled: Sequence[int], version: int) -> tuple[bool, ...]:
-    fresh: set[int] = set()
-    end = -1
+def _stale(segment: Segment, version: int) -> Flags:
+    """For each token of the segment."""
+    prompt, end = len(segment.prompt_ids), -1
+    stale = np.ones(prompt + len(segment.response_ids), np.bool_)
     for span in segment.spans:
         if span.version == version and span.start != end:
-            fresh.update(range(len(segment.prompt_ids) + span.start, len(segment.prompt_ids) + span.end))
+            stale[prompt + span.start : prompt + span.end] = False
         end = span.end
-    return tuple(position not in fresh for position in sampled)
+    return stale
 
 
 def build_batch(
     episodes: Sequence[Episode],
     credit: CreditSettings | None = None,
     token_rewards_M: Tensor | None = None,
+    energies_M: Tensor | None = None,
 ) -> TrainBatch:
     """The batch of one step's episodes, which must all be scored. `token_rewards_M` are added to the rewards of their
-    sampled tokens."""
+    sampled tokens; `energies_M` are for an optimal token baseline."""
     settings = credit or CreditSettings()
-    scored = scored_of(episodes, settings, token_rewards_M)
+    scored = scored_of(episodes, settings, token_rewards_M)._replace(energies_M=energies_M)
+    if settings.estimator == "optimal_token_baseline":
+        _check_single_turn(rows_of(episodes))
     return batch_of(rows_of(episodes), scored, token_advantages(scored, settings))
+
+
+def _check_single_turn(rows: Sequence[Row]) -> None:
+    """verl counts the tokens of tools as places too, so the two estimators differ over several turns."""
+    whole = all(row.sampled[-1] - row.sampled[0] == len(row.sampled) - 1 for row in rows)
+    if not whole or len({row.episode for row in rows}) < len(rows):
+        raise CreditError(
+            "adv_estimator=optimal_token_baseline compares tokens at the same place of single-turn responses, and "
+            "these episodes have several turns; set algorithm.adv_estimator=tir_optimal_token_baseline"
+        )
+
+
+def resampled(batch: TrainBatch, chosen: Sequence[int], group_size: int) -> TrainBatch:
+    """The batch with the episodes `chosen`, by number, some of them several times. They form groups of `group_size`, in
+    their order, which divide the batch into mini-batches."""
+    rows: dict[int, list[Row]] = {}
+    for row in batch.rows:
+        rows.setdefault(row.episode, []).append(row)
+    places = torch.tensor(list(chosen), dtype=torch.long)
+    return TrainBatch(
+        rows=[replace(row, episode=i) for i, number in enumerate(chosen) for row in rows.get(number, ())],
+        rewards_N=batch.rewards_N[places],
+        groups_N=torch.arange(len(places)) // group_size,
+        tokens_N=batch.tokens_N[places],
+    )
 
 
 def scored_of(episodes: Sequence[Episode], settings: CreditSettings, token_rewards_M: Tensor | None = None) -> Scored:
@@ -223,9 +264,10 @@ def _reported(episodes: Sequence[Episode], keys: Sequence[str]) -> Tensor:
 
 
 def _with_advantages(rows: Sequence[Row], advantages_M: Tensor) -> list[Row]:
-    assert len(advantages_M) == sum(len(row.sampled) for row in rows), "one advantage for each sampled token"
-    left = iter(advantages_M.tolist())
-    return [replace(row, advantages=tuple(itertools.islice(left, len(row.sampled)))) for row in rows]
+    sizes = [len(row.sampled) for row in rows]
+    assert len(advantages_M) == sum(sizes), "one advantage for each sampled token"
+    parts = advantages_M.float().split(sizes)
+    return [replace(row, advantages=part.numpy()) for row, part in zip(rows, parts, strict=True)]
 
 
 def advantage_spans(
@@ -245,9 +287,8 @@ def advantage_spans(
 def _spans(row: Row, offset: int) -> Iterator[AdvantageSpan]:
     """Contiguous sampled tokens with one advantage, counted from the first response token."""
     places, values = row.sampled, row.advantages
-    neighbours = zip(places, places[1:], values, values[1:], strict=False)
-    breaks = [i for i, (p, q, a, b) in enumerate(neighbours, start=1) if q - p != 1 or a != b]
-    for first, end in pairwise((0, *breaks, len(places))):
+    breaks = np.flatnonzero((np.diff(places) != 1) | (values[1:] != values[:-1])) + 1
+    for first, end in pairwise((0, *breaks.tolist(), len(places))):
         # 0.71 and not 0.7099999785423279: the fewest digits that are the same single-precision number.
-        value = float(str(np.float32(values[first])))
-        yield AdvantageSpan(value, places[first] - offset, places[end - 1] + 1 - offset)
+        value = float(str(values[first]))
+        yield AdvantageSpan(value, int(places[first]) - offset, int(places[end - 1]) + 1 - offset)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,7 +27,7 @@ from rally.train.checkpoint.store import read_state
 from rally.train.divergence import Tried
 from rally.train.loss_inputs import over_rows
 from rally.train.micro_batches import MicroBatchLimits, MicroBatchShare, micro_batches_for, share_of
-from rally.train.packing import Row, pack
+from rally.train.packing import Row, joined, pack
 from rally.train.policy import Policy
 from rally.train.rank_messages import ComputeValues, GatherCritic, UpdateCritic
 from rally.train.update import take_step, visit_order
@@ -119,10 +120,10 @@ class Critic:
         )
 
     def values(self, rows: Sequence[Row]) -> Tensor:
-        """The value before each sampled token of the rows."""
+        """The value before each sampled token of the rows, which only rank 0 has."""
         learner, settings = self.learner, self.settings
         limits = MicroBatchLimits(settings.forward_max_tokens, settings.forward_max_rows)
-        with learner.ranks.broadcast(ComputeValues(rows)):
+        with learner.ranks.broadcast(ComputeValues()):
             return over_rows(
                 rows, lambda packed: token_values(learner.model, packed), learner.device, limits, learner.ranks
             )
@@ -132,7 +133,7 @@ class Critic:
     ) -> dict[str, float]:
         """Run all mini-batches of one step and return its metrics."""
         settings, learner, metrics = self.settings, self.learner, CriticMetrics()
-        with learner.ranks.broadcast(UpdateCritic(batch, step, torch.initial_seed())):
+        with learner.ranks.broadcast(UpdateCritic(replace(batch, rows=[]), step, torch.initial_seed())):
             with learner.training():
                 for epoch in range(settings.epochs):
                     order = visit_order(batch.num_groups, settings.shuffle_seed, step, epoch)
@@ -151,23 +152,26 @@ class Critic:
         rows = [row for row in batch.rows if row.episode in chosen]
         total, tried = torch.zeros(()), []
         ranks = self.learner.ranks
-        parts = micro_batches_for(ranks, rows, MicroBatchLimits(settings.max_tokens, settings.max_rows))
-        for part in share_of(ranks, parts):
+        rounds = micro_batches_for(ranks, rows, MicroBatchLimits(settings.max_tokens, settings.max_rows))
+        shares = share_of(ranks, rounds)
+        for part in shares:
             loss_D = self._loss(part, weights_N, metrics)
             (loss_D.sum() * part.counts).backward()
             if part.counts:
                 total = total + loss_D.detach().sum()
                 tried.append(Tried(part.rows, loss_D.detach()))
-        if rows:
-            metrics.grad_norms.append(take_step(self.learner, parts, tried))
+        if shares:
+            metrics.grad_norms.append(take_step(self.learner, rounds, tried))
         metrics.losses.append(total)
 
     def _loss(self, part: MicroBatchShare, weights_N: Tensor, metrics: CriticMetrics) -> Tensor:
         """The contribution of each decision to the loss of its mini-batch."""
         device, rows = self.learner.device, part.rows
         packed = pack(rows, device)
-        old_D = torch.tensor([v for row in rows for v in row.values], device=device)
-        returns_D = torch.tensor([r for row in rows for r in row.returns], device=device)
+        old_D, returns_D = (
+            torch.from_numpy(joined(values, np.float32)).to(device)
+            for values in ([row.values for row in rows], [row.returns for row in rows])
+        )
         values_D = token_values(self.learner.model, packed)
         loss_D, clipped_D = value_loss(values_D, old_D, returns_D, self.settings.clip)
         if part.counts:
@@ -198,19 +202,15 @@ def _only(rows: Sequence[Row], first_D: Tensor) -> list[Row]:
     chosen_M = torch.zeros(int(counts.sum()), dtype=torch.bool)
     chosen_M[first_D] = True
     return [
-        replace(
-            row,
-            sampled=tuple(p for p, c in zip(row.sampled, part, strict=True) if c),
-            logprobs=tuple(p for p, c in zip(row.logprobs, part, strict=True) if c),
-        )
-        for row, part in zip(rows, (part.tolist() for part in chosen_M.split(counts.tolist())), strict=True)
+        replace(row, sampled=row.sampled[part], logprobs=row.logprobs[part], allowed=())
+        for row, part in zip(rows, (part.numpy() for part in chosen_M.split(counts.tolist())), strict=True)
     ]
 
 
 def _with_targets(rows: Sequence[Row], values_D: Tensor, returns_D: Tensor) -> list[Row]:
     sizes = [len(row.sampled) for row in rows]
     return [
-        replace(row, values=tuple(values.tolist()), returns=tuple(returns.tolist()))
+        replace(row, values=values.numpy(), returns=returns.numpy())
         for row, values, returns in zip(rows, values_D.split(sizes), returns_D.split(sizes), strict=True)
     ]
 

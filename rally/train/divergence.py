@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rally.train.packing import Row
+from rally.train.packing import Row, joined, per_token
 from rally.types import RallyError
 from rally.util.atomic_files import atomic_file, write_atomic
 
@@ -108,21 +109,14 @@ def _save(folder: Path, step: int, error: DivergedError, sources: Sequence[Mappi
 def batch_tensors(tried: Sequence[Tried]) -> dict[str, Tensor]:
     """The rows, concatenated: `lengths_R` divides the tensors per token; those in M are per sampled token."""
     rows = [row for part in tried for row in part.rows]
-    positions = [set(row.sampled) for row in rows]
     none = torch.zeros(0)
     return {
         "lengths_R": torch.tensor([len(row.ids) for row in rows], dtype=torch.long),
         "episode_R": torch.tensor([row.episode for row in rows], dtype=torch.long),
-        "ids_T": torch.tensor([token for row in rows for token in row.ids], dtype=torch.long),
-        "sampled_T": torch.tensor(
-            [i in at for row, at in zip(rows, positions, strict=True) for i in range(len(row.ids))]
-        ),
-        "old_logprobs_M": torch.tensor([p for row in rows for p in row.logprobs]),
-        "advantages_M": _per_token(rows, [row.advantages for row in rows], 0.0),
-        "weights_M": _per_token(rows, [row.weights for row in rows], 1.0),
+        "ids_T": torch.from_numpy(joined((row.ids for row in rows), np.int64)),
+        "sampled_T": torch.from_numpy(joined((row.mask for row in rows), np.bool_)),
+        "old_logprobs_M": torch.from_numpy(joined((row.logprobs for row in rows), np.float32)),
+        "advantages_M": torch.from_numpy(per_token(rows, "advantages", 0.0, np.float32)),
+        "weights_M": torch.from_numpy(per_token(rows, "weights", 1.0, np.float32)),
         "losses_M": torch.cat([none, *(part.loss_M.detach().float().cpu() for part in tried)]),
     }
-
-
-def _per_token(rows: Sequence[Row], values: Sequence[Sequence[float]], default: float) -> Tensor:
-    return torch.tensor([x for row, own in zip(rows, values, strict=True) for x in own or [default] * len(row.sampled)])

@@ -11,14 +11,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rally.algos.losses import SurrogateSettings, kl_estimate, mark_tokens
 from rally.algos.off_policy_correction import CorrectionSettings, kept_tokens, of_mean_one, truncated_weights
 from rally.models.sharding import ALONE, Ranks
-from rally.train.micro_batches import MicroBatchLimits, in_order, micro_batches_for, share_of
-from rally.train.packing import PackedRows, Row, pack
+from rally.train.micro_batches import MicroBatchLimits, in_order, micro_batches_for, parts_of, share_of
+from rally.train.packing import PackedRows, Row, joined, pack, per_token
 
 
 class CorrectedRows(NamedTuple):
@@ -33,15 +34,17 @@ def over_rows(
     limits: MicroBatchLimits,
     ranks: Ranks = ALONE,
 ) -> Tensor:
-    """`forward` of each sampled token, such as its log-probability, without a gradient."""
-    parts = micro_batches_for(ranks, rows, limits)
-    mine_M = torch.zeros(0)
+    """`forward` of each sampled token, such as its log-probability, without a gradient. Rank 0 has the rows and gets
+    the numbers; the others give no rows and get none."""
+    rounds = micro_batches_for(ranks, rows, limits)
+    mine = [torch.zeros(0)]
     with torch.no_grad():
-        for part in share_of(ranks, parts):
+        for part in share_of(ranks, rounds):
             numbers_M = forward(pack(part.rows, device)).float().cpu()
-            mine_M = torch.cat([mine_M, numbers_M]) if part.counts else mine_M
+            if part.counts:
+                mine.append(numbers_M)
     by_row: dict[int, Tensor] = {}
-    for one, numbers_M in zip(parts, in_order(ranks, parts, mine_M), strict=True):
+    for one, numbers_M in zip(parts_of(rounds), in_order(ranks, rounds, torch.cat(mine)), strict=True):
         by_row |= zip(map(id, one), numbers_M.float().split([len(row.sampled) for row in one]), strict=True)
     return torch.cat([torch.zeros(0), *(by_row[id(row)] for row in rows)])
 
@@ -51,7 +54,9 @@ def corrected_rows(rows: Sequence[Row], logp_M: Tensor, settings: CorrectionSett
 
     With `settings.bypass` the old log-probabilities stay those of the engine.
     """
-    recorded_M, row_M = _recorded(rows), _row_numbers(rows)
+    if not rows:  # on ranks other than 0
+        return CorrectedRows([], {})
+    recorded_M, row_M = recorded_logprobs(rows), _row_numbers(rows)
     weights_M, kept_M = torch.ones_like(logp_M), torch.ones_like(logp_M, dtype=torch.bool)
     if settings.level is not None:
         weights_M = truncated_weights(logp_M, recorded_M, row_M, settings.level, settings.threshold)
@@ -63,10 +68,9 @@ def corrected_rows(rows: Sequence[Row], logp_M: Tensor, settings: CorrectionSett
     sizes = [len(row.sampled) for row in rows]
     old, weights = (recorded_M if settings.bypass else logp_M).split(sizes), (used_M * kept_M).split(sizes)
     changed = [
-        replace(row, logprobs=tuple(p.tolist()), weights=tuple(w.tolist()))
-        for row, p, w in zip(rows, old, weights, strict=True)
+        replace(row, logprobs=p.numpy(), weights=w.numpy()) for row, p, w in zip(rows, old, weights, strict=True)
     ]
-    metrics = _metrics(logp_M, recorded_M, weights_M, kept_M, settings) if rows else {}
+    metrics = _metrics(logp_M, recorded_M, weights_M, kept_M, settings)
     fresh_M = fresh_tokens(rows)
     if fresh_M.any():
         k3_M, apart_M = kl_estimate(recorded_M, logp_M, "k3")[fresh_M], (logp_M - recorded_M).abs()[fresh_M]
@@ -77,8 +81,7 @@ def corrected_rows(rows: Sequence[Row], logp_M: Tensor, settings: CorrectionSett
 
 def fresh_tokens(rows: Sequence[Row]) -> Tensor:
     """Which sampled tokens of rows are of the weight version that the update begins with."""
-    fresh = [not stale for row in rows for stale in row.stale or (False,) * len(row.sampled)]
-    return torch.tensor(fresh, dtype=torch.bool)
+    return torch.from_numpy(~per_token(rows, "stale", False, np.bool_))
 
 
 def _metrics(
@@ -103,20 +106,21 @@ def _metrics(
 
 def marked_rows(rows: Sequence[Row], settings: SurrogateSettings) -> list[Row]:
     """The rows of a mini-batch with tokens marked by the covariance of advantage and old log-probability."""
-    advantages_M = torch.tensor([a for row in rows for a in row.advantages or (0.0,) * len(row.sampled)])
+    advantages_M = torch.from_numpy(per_token(rows, "advantages", 0.0, np.float32))
     if not advantages_M.numel():
         return list(rows)
-    parts = mark_tokens(_recorded(rows), advantages_M, settings).split([len(row.sampled) for row in rows])
-    return [replace(row, marked=tuple(part.tolist())) for row, part in zip(rows, parts, strict=True)]
+    parts = mark_tokens(recorded_logprobs(rows), advantages_M, settings).split([len(row.sampled) for row in rows])
+    return [replace(row, marked=part.numpy()) for row, part in zip(rows, parts, strict=True)]
 
 
 def kl_rewards(rows: Sequence[Row], reference_M: Tensor, kind: str, coefficient: float) -> Tensor:
     """The KL penalty of each sampled token, as a reward."""
-    return -coefficient * kl_estimate(_recorded(rows), reference_M, kind)
+    return -coefficient * kl_estimate(recorded_logprobs(rows), reference_M, kind)
 
 
-def _recorded(rows: Sequence[Row]) -> Tensor:
-    return torch.tensor([p for row in rows for p in row.logprobs])
+def recorded_logprobs(rows: Sequence[Row]) -> Tensor:
+    """The log-probability of each sampled token, as the engine recorded it."""
+    return torch.from_numpy(joined((row.logprobs for row in rows), np.float32))
 
 
 def _row_numbers(rows: Sequence[Row]) -> Tensor:

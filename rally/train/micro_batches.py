@@ -1,6 +1,7 @@
 """Divides a batch into micro-batches, and the micro-batches among ranks.
 
-All ranks run the same functions over the same rows in the same order, each over its share of the micro-batches.
+Rank 0 holds the rows. It divides them once and sends each rank its micro-batches; the other ranks neither sort nor
+compare rows.
 
 Shapes: M sampled tokens of rows.
 """
@@ -10,13 +11,13 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from rally.models.sharding import Ranks
-from rally.train.packing import Row, micro_batches, shared_tokens
+from rally.models.sharding import Message, Ranks
+from rally.train.packing import Row, SortedRows
 
 UNBOUND = sys.maxsize
 
@@ -45,36 +46,57 @@ class MicroBatchShare(NamedTuple):
     counts: bool = True
 
 
-def micro_batches_for(ranks: Ranks, rows: Sequence[Row], limits: MicroBatchLimits) -> list[list[Row]]:
-    """All micro-batches, the same on every rank: within the limits, and small enough that every rank gets one."""
-    tokens = limits.max_tokens
-    if ranks.world_size > 1:
-        tokens = max(1, min(tokens, -(-_computed(rows) // ranks.world_size)))
-    return list(micro_batches(rows, tokens, limits.max_rows))
+@dataclass(frozen=True)
+class MicroBatches(Message):
+    """What rank 0 sends to one rank: all micro-batches that it computes next."""
+
+    shares: list[MicroBatchShare]
 
 
-def share_of(ranks: Ranks, parts: Sequence[list[Row]]) -> list[MicroBatchShare]:
-    """The micro-batches that this rank computes; every rank has equally many."""
-    rounds = range(0, len(parts), ranks.world_size)
-    mine = [first + ranks.rank for first in rounds]
-    return [MicroBatchShare(parts[i]) if i < len(parts) else MicroBatchShare(parts[-1], counts=False) for i in mine]
+Round = list[list[Row]]
+"""Micro-batches that are computed at the same time: the first one by rank 0, and so on."""
+
+
+def micro_batches_for(ranks: Ranks, rows: Sequence[Row], limits: MicroBatchLimits) -> list[Round]:
+    """All micro-batches: within the limits, and small enough that every rank gets one. Rank 0 divides the rows; the
+    other ranks get an empty list."""
+    if ranks.rank > 0:
+        return []
+    ordered, tokens, size = SortedRows(rows), limits.max_tokens, ranks.world_size
+    if size > 1:
+        tokens = max(1, min(tokens, -(-ordered.computed // size)))
+    parts = list(ordered.micro_batches(tokens, limits.max_rows))
+    return [parts[first : first + size] for first in range(0, len(parts), size)]
+
+
+def share_of(ranks: Ranks, rounds: Sequence[Round]) -> list[MicroBatchShare]:
+    """The micro-batches that this rank computes, which rank 0 sends; every rank has equally many."""
+    everyone = range(ranks.world_size) if ranks.rank == 0 else range(0)
+    return ranks.scatter([MicroBatches([_part(one, rank) for one in rounds]) for rank in everyone]).shares
+
+
+def _part(one: Round, rank: int) -> MicroBatchShare:
+    return MicroBatchShare(one[rank]) if rank < len(one) else MicroBatchShare(one[-1], counts=False)
+
+
+def parts_of(rounds: Sequence[Round]) -> list[list[Row]]:
+    """The micro-batches of all ranks, in order."""
+    return list(itertools.chain.from_iterable(rounds))
 
 
 def in_order(
-    ranks: Ranks, parts: Sequence[list[Row]], mine_M: Tensor, count: Callable[[Row], int] = lambda row: len(row.sampled)
+    ranks: Ranks,
+    rounds: Sequence[Round],
+    mine_M: Tensor,
+    count: Callable[[Row], int] = lambda row: len(row.sampled),
 ) -> list[Tensor]:
-    """The numbers of each part, from all ranks: by default one per sampled token. `mine_M` are those of this rank's
-    parts that count."""
-    gathered: list[Tensor] = [torch.empty(0)] * len(parts)
-    for rank, numbers in enumerate(ranks.all_gather(mine_M)):
-        theirs = range(rank, len(parts), ranks.world_size)
-        sizes = [sum(map(count, parts[i])) for i in theirs]
-        for i, one in zip(theirs, numbers.split(sizes), strict=True):
-            gathered[i] = one
-    return gathered
-
-
-def _computed(rows: Sequence[Row]) -> int:
-    """How many tokens a forward over all rows computes."""
-    order = sorted((row for row in rows if row.sampled), key=lambda row: row.inputs)
-    return sum(len(row.inputs) for row in order) - sum(itertools.starmap(shared_tokens, itertools.pairwise(order)))
+    """The numbers of each micro-batch, from all ranks: by default one per sampled token. `mine_M` are those of this
+    rank's micro-batches that count. Ranks other than 0 send theirs and get an empty list."""
+    gathered = ranks.all_gather(mine_M)
+    if ranks.rank > 0:
+        return []
+    of_rank = [
+        iter(numbers.split([sum(map(count, one[rank])) for one in rounds if rank < len(one)]))
+        for rank, numbers in enumerate(gathered)
+    ]
+    return [next(of_rank[rank]) for one in rounds for rank in range(len(one))]

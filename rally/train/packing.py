@@ -13,71 +13,153 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from rally.models.token_masks import TokenMasks, decompressed
 from rally.models.vision import rope_of
 from rally.types import Image, ImageSpan, Routes, Segment
 
 KEYS_PER_TOKEN = 8  # bounds the copied keys too: many short responses to one long prompt have many keys
 
 Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
+Tokens = np.ndarray[tuple[int], np.dtype[np.int32]]
+Floats = np.ndarray[tuple[int], np.dtype[np.float32]]
+Flags = np.ndarray[tuple[int], np.dtype[np.bool_]]
+N = TypeVar("N", bound=np.generic)
+
+FIELDS: dict[str, type[np.generic]] = {
+    "ids": np.int32,
+    "sampled": np.int32,
+    "logprobs": np.float32,
+    "advantages": np.float32,
+    "weights": np.float32,
+    "stale": np.bool_,
+    "marked": np.bool_,
+    "values": np.float32,
+    "returns": np.float32,
+}
+"""The arrays of a row, and their types."""
+
+PER_SAMPLED = tuple(FIELDS)[2:]  # those with one value per sampled token
 
 
-@dataclass(frozen=True, kw_only=True)
+def _no_floats() -> Floats:
+    return np.empty(0, np.float32)
+
+
+def _no_flags() -> Flags:
+    return np.empty(0, np.bool_)
+
+
+class TeacherTokens(NamedTuple):
+    """What a served teacher answered for the sampled tokens of a row: K tokens at each, and their log-probabilities."""
+
+    ids_MK: np.ndarray[Any, np.dtype[np.int64]]
+    logp_MK: np.ndarray[Any, np.dtype[np.float32]]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Row:
-    """One segment as the trainer sees it. `episode` numbers the episode it belongs to within the batch."""
+    """One segment as the trainer sees it. `episode` numbers the episode it belongs to within the batch.
 
-    ids: tuple[int, ...]
-    sampled: tuple[int, ...]  # positions in ids of sampled tokens; each is predicted from the position before it
-    logprobs: tuple[float, ...]  # of those tokens, as the engine recorded them
+    Any sequence can be given for an array. Rows are compared by identity."""
+
+    ids: Tokens
+    sampled: Tokens  # positions in ids of sampled tokens, ascending; each is predicted from the position before it
+    logprobs: Floats  # of those tokens, as the engine recorded them
     episode: int
-    advantages: tuple[float, ...] = ()  # one per sampled token, like the fields below; () is 0 for all
-    weights: tuple[float, ...] = ()  # of a token's policy loss; () is 1 for all
-    stale: tuple[bool, ...] = ()  # tokens that an older version sampled, or whose KV may be of one; () is none
-    marked: tuple[bool, ...] = ()  # tokens that the objective treats separately; () is none
-    values: tuple[float, ...] = ()  # the critic's values at these tokens
-    returns: tuple[float, ...] = ()  # the critic's targets
+    advantages: Floats = field(default_factory=_no_floats)  # one per sampled token, like the fields below; none: all 0
+    weights: Floats = field(default_factory=_no_floats)  # of a token's policy loss; none: all 1
+    stale: Flags = field(default_factory=_no_flags)  # tokens of an older version, or whose KV may be of one
+    marked: Flags = field(default_factory=_no_flags)  # tokens that the objective treats separately
+    values: Floats = field(default_factory=_no_floats)  # the critic's values at these tokens
+    returns: Floats = field(default_factory=_no_floats)  # the critic's targets
     images: tuple[ImageSpan, ...] = ()  # which of its tokens belong to images
     routes: Routes | None = None  # the experts that its tokens are computed with
     teacher: int = 0  # the number of its teacher, in distillation
+    teacher_tokens: TeacherTokens | None = field(default=None, compare=False)  # the answer of a served teacher
+    allowed: tuple[bytes | None, ...] = ()  # the mask of each sampled token's grammar; None, or () for all: no grammar
 
     def __post_init__(self) -> None:
-        per_token = (self.advantages, self.weights, self.stale, self.marked, self.values, self.returns)
-        assert all(len(values) in (0, len(self.sampled)) for values in per_token), "one value per sampled token"
+        for name, kind in FIELDS.items():
+            object.__setattr__(self, name, np.asarray(getattr(self, name), kind))
+        sizes = {len(self.allowed), *(len(getattr(self, name)) for name in PER_SAMPLED)}
+        assert sizes <= {0, len(self.sampled)}, "one value per sampled token"
+        assert len(self.logprobs) == len(self.sampled), "one log-probability per sampled token"
+        assert (self.sampled[1:] > self.sampled[:-1]).all(), "sampled positions are ascending"
 
     @classmethod
     def of(cls, segment: Segment, episode: int) -> Row:
-        sampled = tuple(itertools.compress(range(len(segment.prompt_ids), len(segment.ids)), segment.response_mask))
-        assert not sampled or sampled[0] > 0, "the first token of a segment cannot have been sampled"
+        prompt, response = len(segment.prompt_ids), len(segment.response_ids)
+        chosen = np.fromiter(segment.response_mask, np.bool_, response)
+        sampled = (np.flatnonzero(chosen) + prompt).astype(np.int32)
+        assert not len(sampled) or sampled[0] > 0, "the first token of a segment cannot have been sampled"
         return cls(
-            ids=segment.ids,
+            ids=np.fromiter(itertools.chain(segment.prompt_ids, segment.response_ids), np.int32, prompt + response),
             sampled=sampled,
-            logprobs=tuple(itertools.compress(segment.response_logprobs, segment.response_mask)),
+            logprobs=np.fromiter(segment.response_logprobs, np.float32, response)[chosen],
             episode=episode,
             images=segment.images,
             routes=segment.routes,
+            allowed=_allowed(segment),
         )
 
     @cached_property
-    def inputs(self) -> tuple[int, ...]:
+    def inputs(self) -> Tokens | Ints:
         """The tokens to compute: all before the last sampled one. Tokens of an image are a negative number, the same
-        for the same image."""
-        used = list(self.ids[: self.sampled[-1]]) if self.sampled else []
+        for the same image, which needs 64 bits."""
+        used = self.ids[: self._end]
+        if not self.shown:
+            return used
+        wide = used.astype(np.int64)
         for span in self.shown:
-            used[span.start : span.end] = [image_id(span.image)] * (span.end - span.start)
-        return tuple(used)
+            wide[span.start : span.end] = image_id(span.image)
+        return wide
 
     @property
     def shown(self) -> tuple[ImageSpan, ...]:
         """The images among the tokens to compute."""
-        end = self.sampled[-1] if self.sampled else 0
-        return tuple(span for span in self.images if span.end <= end)
+        return tuple(span for span in self.images if span.end <= self._end)
+
+    @property
+    def mask(self) -> Flags:
+        """Whether each token is sampled."""
+        flags = np.zeros(len(self.ids), np.bool_)
+        flags[self.sampled] = True
+        return flags
+
+    @property
+    def _end(self) -> int:
+        return int(self.sampled[-1]) if len(self.sampled) else 0
+
+
+def joined(parts: Iterable[np.ndarray[Any, Any]], kind: type[N]) -> np.ndarray[tuple[int], np.dtype[N]]:
+    """The arrays as one, which may be empty."""
+    return np.concatenate([np.empty(0, kind), *parts], dtype=kind)
+
+
+def per_token(rows: Sequence[Row], name: str, default: float, kind: type[N]) -> np.ndarray[tuple[int], np.dtype[N]]:
+    """A field of all sampled tokens of rows; `default` for rows without values."""
+    parts = (getattr(row, name) for row in rows)
+    given = (p if len(p) else np.full(len(row.sampled), default, kind) for row, p in zip(rows, parts, strict=True))
+    return joined(given, kind)
+
+
+def _allowed(segment: Segment) -> tuple[bytes | None, ...]:
+    """The mask of each sampled token."""
+    if not segment.constrained:
+        return ()
+    masks: list[bytes | None] = [None] * len(segment.response_ids)
+    for span in segment.constrained:
+        masks[span.start : span.end] = decompressed(span.masks)
+    assert len(masks) == len(segment.response_ids), "one mask per token"
+    return tuple(itertools.compress(masks, segment.response_mask))
 
 
 def image_id(image: Image) -> int:
@@ -112,6 +194,7 @@ class PackedRows:
     predict_U: Tensor  # index of the token before each sampled one
     targets_U: Tensor  # the sampled tokens
     pair_M: Tensor  # the U pair of each sampled token
+    masks: TokenMasks | None  # of the U pairs, for tokens that were sampled under a grammar
     old_logp_M: Tensor
     advantages_M: Tensor
     weights_M: Tensor
@@ -122,14 +205,16 @@ class PackedRows:
 
 
 def pack(rows: Sequence[Row], device: torch.device) -> PackedRows:
-    """Pack rows, each with a sampled token, into one prefix tree. Only neighbouring rows share a prefix."""
-    tree = _build_tree([row.inputs for row in rows], [0, *itertools.starmap(shared_tokens, itertools.pairwise(rows))])
-    sampled = [np.array(row.sampled) for row in rows]
-    predict = np.concatenate([path[at - 1] for path, at in zip(tree.paths, sampled, strict=True)])
-    targets = np.array([row.ids[p] for row in rows for p in row.sampled])
+    """Pack rows, each with a sampled token, into one prefix tree. Only neighbouring rows share a prefix. Tokens with
+    different masks are different pairs."""
+    tree = _build_tree([row.inputs for row in rows], _shares(rows))
+    predict = np.concatenate([path[row.sampled - 1] for path, row in zip(tree.paths, rows, strict=True)])
+    targets = np.concatenate([row.ids[row.sampled] for row in rows]).astype(np.int64)
     keys = predict * (targets.max() + 1) + targets
+    masks, mask_M = _mask_numbers(rows)
+    keys = keys * (len(masks) + 1) + mask_M
     _, first, pair = np.unique(keys, return_index=True, return_inverse=True)
-    counts = [len(at) for at in sampled]
+    counts = [len(row.sampled) for row in rows]
 
     def tensor(values: np.ndarray) -> Tensor:
         return placed(torch.from_numpy(values), device)
@@ -148,14 +233,35 @@ def pack(rows: Sequence[Row], device: torch.device) -> PackedRows:
         predict_U=tensor(predict[first]),
         targets_U=tensor(targets[first]),
         pair_M=tensor(pair),
-        old_logp_M=tensor(np.array([p for row in rows for p in row.logprobs], dtype=np.float32)),
-        advantages_M=tensor(_per_token([r.advantages for r in rows], counts, 0.0, np.float32)),
-        weights_M=tensor(_per_token([r.weights for r in rows], counts, 1.0, np.float32)),
-        marked_M=tensor(_per_token([r.marked for r in rows], counts, False, np.bool_)),
+        masks=_masks_of_pairs(masks, mask_M[first], device),
+        old_logp_M=tensor(np.concatenate([row.logprobs for row in rows])),
+        advantages_M=tensor(per_token(rows, "advantages", 0.0, np.float32)),
+        weights_M=tensor(per_token(rows, "weights", 1.0, np.float32)),
+        marked_M=tensor(per_token(rows, "marked", False, np.bool_)),
         episode_M=tensor(np.repeat([row.episode for row in rows], counts)),
         row_M=tensor(np.repeat(np.arange(len(rows)), counts)),
         rows=len(rows),
     )
+
+
+def _mask_numbers(rows: Sequence[Row]) -> tuple[list[bytes], Ints]:
+    """The different masks, and for each sampled token the number of its mask, counted from 1; 0: none."""
+    numbers: dict[bytes, int] = {}
+    of_tokens = np.zeros(sum(len(row.sampled) for row in rows), dtype=np.int64)
+    at = 0
+    for row in rows:
+        for place, mask in enumerate(row.allowed, start=at):
+            if mask is not None:
+                of_tokens[place] = numbers.setdefault(mask, len(numbers) + 1)
+        at += len(row.sampled)
+    return list(numbers), of_tokens
+
+
+def _masks_of_pairs(masks: Sequence[bytes], mask_U: Ints, device: torch.device) -> TokenMasks | None:
+    if not masks:
+        return None
+    rows = np.flatnonzero(mask_U)
+    return TokenMasks.of(rows.tolist(), [masks[number - 1] for number in mask_U[rows]], device)
 
 
 def placed(here: Tensor, device: torch.device) -> Tensor:
@@ -190,13 +296,6 @@ def _images(rows: Sequence[Row], tree: _Tree, tensor: Callable[[np.ndarray], Ten
     return PackedImages(tuple(begins), tensor(at_V), tensor(feature_T[at_V]))
 
 
-def _per_token(values: Sequence[Sequence[float]], counts: Sequence[int], default: float, kind: type) -> np.ndarray:
-    """One value per sampled token of each row; `default` for rows without values."""
-    return np.concatenate(
-        [np.array(one, dtype=kind) if one else np.full(n, default, kind) for one, n in zip(values, counts, strict=True)]
-    )
-
-
 class _Tree(NamedTuple):
     """The branches, concatenated. `source` holds the keys of each branch, `paths` the packed tokens of each row."""
 
@@ -209,7 +308,7 @@ class _Tree(NamedTuple):
     paths: list[Ints]
 
 
-def _build_tree(rows: Sequence[tuple[int, ...]], shares: Sequence[int]) -> _Tree:
+def _build_tree(rows: Sequence[Tokens | Ints], shares: Sequence[int]) -> _Tree:
     """The tree of `rows`, each of which shares so many tokens with the one before it. Branches are ordered by shape,
     because those of one shape share an attention call."""
     branches = sorted(
@@ -224,7 +323,7 @@ def _build_tree(rows: Sequence[tuple[int, ...]], shares: Sequence[int]) -> _Tree
         path = np.concatenate([path[:share], begins.get(i, 0) + np.arange(len(row) - share)])
         paths.append(path)
     return _Tree(
-        ids=np.concatenate([np.array(rows[i][shares[i] :]) for i in branches]),
+        ids=np.concatenate([rows[i][shares[i] :] for i in branches]).astype(np.int64),
         positions=np.concatenate([np.arange(shares[i], len(rows[i])) for i in branches]),
         queries=queries,
         keys=[len(rows[i]) for i in branches],
@@ -234,9 +333,19 @@ def _build_tree(rows: Sequence[tuple[int, ...]], shares: Sequence[int]) -> _Tree
     )
 
 
-def shared(a: Sequence[int], b: Sequence[int]) -> int:
+CHUNK = 4096  # tokens that are compared at once
+
+
+def shared(a: Tokens | Ints, b: Tokens | Ints) -> int:
     """The length of the common prefix of two rows."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    count = min(len(a), len(b))
+    for first in range(0, count, CHUNK):
+        end = min(first + CHUNK, count)
+        differs = a[first:end] != b[first:end]
+        at = int(differs.argmax())
+        if differs[at]:
+            return first + at
+    return count
 
 
 def shared_tokens(a: Row, b: Row) -> int:
@@ -267,22 +376,48 @@ def _routes(rows: Sequence[Row], tree: _Tree) -> np.ndarray | None:
     return found
 
 
-def micro_batches(rows: Iterable[Row], max_tokens: int, max_rows: int | None = None) -> Iterator[list[Row]]:
-    """Divide rows into batches that compute at most `max_tokens` tokens; a longer row gets its own batch.
+def _shares(rows: Sequence[Row]) -> list[int]:
+    """How many tokens each row shares with the one before it."""
+    return [0, *itertools.starmap(shared_tokens, itertools.pairwise(rows))]
 
-    Rows are sorted by their tokens, so that those with a common prefix are neighbours. A batch ends, within its second
-    half, where neighbours share least: a group is split only if it has to be. Rows without sampled tokens are left out.
-    """
-    order = sorted((row for row in rows if row.sampled), key=lambda row: row.inputs)
-    lengths = [len(row.inputs) for row in order]
-    shares = [0, *itertools.starmap(shared_tokens, itertools.pairwise(order))]
-    first = 0
-    while first < len(order):
-        end = _furthest(first, lengths, shares, max_tokens, max_rows or len(order))
-        if end < len(order):
-            end = max(range(first + 1 + (end - first) // 2, end + 1), key=lambda i: (-shares[i], i), default=end)
-        yield order[first:end]
-        first = end
+
+class SortedRows:
+    """The rows that have sampled tokens, sorted by their tokens, so that those with a common prefix are neighbours."""
+
+    def __init__(self, rows: Iterable[Row]) -> None:
+        given = [row for row in rows if len(row.sampled)]
+        kind = np.int64 if any(row.inputs.dtype == np.int64 for row in given) else np.int32
+        self.rows = sorted(given, key=lambda row: _sort_key(row.inputs, kind))
+        self.lengths = [len(row.inputs) for row in self.rows]
+        self.shares = _shares(self.rows) if self.rows else []
+
+    @property
+    def computed(self) -> int:
+        """How many tokens a forward over all rows computes."""
+        return sum(self.lengths) - sum(self.shares)
+
+    def micro_batches(self, max_tokens: int, max_rows: int | None = None) -> Iterator[list[Row]]:
+        """Batches that compute at most `max_tokens` tokens; a longer row gets its own batch. A batch ends, within its
+        second half, where neighbours share least: a group is split only if it has to be."""
+        shares, count = self.shares, len(self.rows)
+        first = 0
+        while first < count:
+            end = _furthest(first, self.lengths, shares, max_tokens, max_rows or count)
+            if end < count:
+                end = max(range(first + 1 + (end - first) // 2, end + 1), key=lambda i: (-shares[i], i), default=end)
+            yield self.rows[first:end]
+            first = end
+
+
+def _sort_key(inputs: Tokens | Ints, kind: type[np.int32] | type[np.int64]) -> bytes:
+    """Bytes in the order of the tokens: big-endian, with the sign bit flipped, because an image has a negative id."""
+    flipped = np.bitwise_xor(inputs, np.iinfo(kind).min, dtype=kind)
+    return flipped.astype(np.dtype(kind).newbyteorder(">")).tobytes()
+
+
+def micro_batches(rows: Iterable[Row], max_tokens: int, max_rows: int | None = None) -> Iterator[list[Row]]:
+    """Divide rows into batches, see `SortedRows`. Rows without sampled tokens are left out."""
+    return SortedRows(rows).micro_batches(max_tokens, max_rows)
 
 
 def _furthest(first: int, lengths: Sequence[int], shares: Sequence[int], max_tokens: int, max_rows: int) -> int:

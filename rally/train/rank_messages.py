@@ -1,4 +1,8 @@
-"""Messages that rank 0 broadcasts. Each names one computation that all ranks run together."""
+"""Messages that rank 0 broadcasts. Each names one computation that all ranks run together.
+
+Rows are not broadcast: within a computation each rank gets its own micro-batches (`rally.train.micro_batches`). Only
+the start-up checks broadcast a few rows.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from rally.train.packing import Row
 
 @dataclass(frozen=True)
 class UpdatePolicy(Message):
-    """Train the policy on a batch, with a seed for everything random."""
+    """Train the policy on a batch, with a seed for everything random. Its rows follow as micro-batches."""
 
     batch: TrainBatch
     step: int
@@ -21,21 +25,17 @@ class UpdatePolicy(Message):
 
 @dataclass(frozen=True)
 class ComputeReference(Message):
-    """The reference's log-probabilities of the sampled tokens of rows."""
-
-    rows: Sequence[Row]
+    """The reference's log-probabilities of sampled tokens. The rows follow as micro-batches."""
 
 
 @dataclass(frozen=True)
 class ComputeValues(Message):
-    """The critic's values at the sampled tokens of rows."""
-
-    rows: Sequence[Row]
+    """The critic's values at sampled tokens. The rows follow as micro-batches."""
 
 
 @dataclass(frozen=True)
 class UpdateCritic(Message):
-    """Train the critic on a batch, with a seed for everything random."""
+    """Train the critic on a batch, with a seed for everything random. Its rows follow as micro-batches."""
 
     batch: TrainBatch
     step: int
@@ -67,17 +67,16 @@ class ComputePlain(Message):
 
 @dataclass(frozen=True)
 class SftStep(Message):
-    """One supervised step on conversations, with a seed for everything random."""
+    """One supervised step on conversations with so many supervised tokens, with a seed for everything random. The rows
+    follow as micro-batches."""
 
-    rows: Sequence[Row]
+    tokens: int
     seed: int
 
 
 @dataclass(frozen=True)
 class ComputeLoss(Message):
-    """The loss on conversations, without training."""
-
-    rows: Sequence[Row]
+    """The loss on conversations, without training. The rows follow as micro-batches."""
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -30,6 +31,7 @@ from rally.engines.base import Engine
 from rally.models.sharding import ranks_of
 from rally.train.forward.fused_layers import TrainingForward, choose_training_forward, hidden_states
 from rally.train.forward.logprobs import token_logprobs
+from rally.train.loss_inputs import recorded_logprobs
 from rally.train.micro_batches import UNBOUND
 from rally.train.packing import PackedRows, Row, micro_batches, pack
 from rally.train.policy import Policy
@@ -125,8 +127,10 @@ def _lengthened(text: Sequence[int], least: int) -> list[int]:
 
 
 def _row(ids: Sequence[int], number: int) -> Row:
-    sampled = tuple(range(1, len(ids)))
-    return Row(ids=tuple(ids), sampled=sampled, logprobs=(0.0,) * len(sampled), episode=number)
+    sampled = np.arange(1, len(ids), dtype=np.int32)
+    return Row(
+        ids=np.array(ids, np.int32), sampled=sampled, logprobs=np.zeros(len(sampled), np.float32), episode=number
+    )
 
 
 class PlainLogprobs(NamedTuple):
@@ -141,10 +145,10 @@ def plain_logprobs(model: PreTrainedModel, rows: Sequence[Row], temperature: flo
     parts, spreads = [], []
     with _own_attention(model):
         for row in rows:
-            output = model(input_ids=torch.tensor([row.ids], device=model.device), use_cache=False)
-            at = torch.tensor(row.sampled, device=model.device)
+            output = model(input_ids=torch.from_numpy(row.ids).long()[None].to(model.device), use_cache=False)
+            at = torch.from_numpy(row.sampled).long().to(model.device)
             logits_MV = output.logits[0].index_select(0, at - 1).float() / temperature
-            targets_M = torch.tensor(row.ids, device=model.device)[at]
+            targets_M = torch.from_numpy(row.ids).long().to(model.device)[at]
             parts.append(torch.log_softmax(logits_MV, -1).gather(1, targets_M[:, None])[:, 0])
             spreads.append(float(logits_MV.detach().std(-1).mean()))
     return PlainLogprobs(torch.cat(parts), max(spreads))
@@ -221,8 +225,8 @@ def check_critic(critic: Policy, rows: Sequence[Row], max_length: int, warn: Cal
         parts = []
         with _own_attention(model):
             for row in rows:
-                output = model(input_ids=torch.tensor([row.ids], device=model.device), use_cache=False)
-                at = torch.tensor(row.sampled, device=model.device)
+                output = model(input_ids=torch.from_numpy(row.ids).long()[None].to(model.device), use_cache=False)
+                at = torch.from_numpy(row.sampled).long().to(model.device)
                 parts.append(output.last_hidden_state[0].index_select(0, at - 1).float() @ probe_C)
         values_M = torch.cat(parts)
         return PlainLogprobs(values_M, float(values_M.detach().std()))
@@ -398,7 +402,7 @@ async def _rollout_difference(
     try:
         episodes = (episode(i, p, prompts[-1]) for i, p in enumerate((prompts[0], prompts[0], prompts[-1])))
         rows = [Row.of(history, number) for number, history in enumerate(await asyncio.gather(*episodes))]
-        recorded_M = torch.tensor([p for row in rows for p in row.logprobs])
+        recorded_M = recorded_logprobs(rows)
         forward = "its own forward"
         with ranks_of(model).broadcast(ComputePlain(rows, params.temperature)):
             plain = detached_plain(model, rows, params.temperature)

@@ -3,20 +3,25 @@
 A teacher reads the token ids of the policy, so both must have the same vocabulary (`check_shared_vocabulary`). Each row
 has one teacher, by the key of its episode. The teacher's distribution is that at temperature 1, as in verl.
 
+A teacher is a model in process, or a server (`ServedTeacher`), which is asked for all rows of a step before its update.
+
 Shapes: M sampled tokens, U different ones among them, K tokens of the teacher's top, C hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from rally.algos.distillation import (
     FULL,
@@ -26,27 +31,28 @@ from rally.algos.distillation import (
     sampled_divergence,
     topk_forward_kl,
 )
+from rally.engines.base import EngineError, PromptLogprobs
+from rally.engines.remote.prompt_logprobs import PromptLogprobsClient, PromptQuery, ServedVocabulary
 from rally.models.lm_head import chunk_rows, head_logits
 from rally.models.sharding import ranks_of
 from rally.models.vision import patches_of
 from rally.train.batch import TrainBatch
 from rally.train.forward.fused_layers import hidden_states
 from rally.train.forward.logprobs import LogitsFunction, token_logprobs
-from rally.train.packing import PackedRows, Row
+from rally.train.packing import PackedRows, Row, TeacherTokens, placed
 from rally.train.reference import FrozenModel
 from rally.types import Episode, RallyError
+
+T = TypeVar("T")
 
 
 class TeacherError(RallyError):
     """A teacher cannot be compared with the policy."""
 
 
-def check_shared_vocabulary(
-    student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, rows: int, key: str
-) -> None:
-    """Raise TeacherError unless every token of the student has the same id in the teacher, whose embedding has `rows`
-    rows. `key` names the teacher in messages."""
-    ours, theirs = student.get_vocab(), teacher.get_vocab()
+def check_shared_vocabulary(ours: Mapping[str, int], theirs: Mapping[str, int], rows: int, key: str) -> None:
+    """Raise TeacherError unless every token of the student (`ours`) has the same id in the teacher, whose embedding has
+    `rows` rows. `key` names the teacher in messages."""
     advice = "distillation compares log-probabilities token by token; choose a teacher with the policy's tokenizer"
     for token, number in ours.items():
         if theirs.get(token) != number:
@@ -58,6 +64,74 @@ def check_shared_vocabulary(
         raise TeacherError(
             f"{key}: its embedding has {rows} rows and the policy's tokenizer has the id {last}; {advice}"
         )
+
+
+GRAMMAR = (
+    "a teacher cannot judge tokens that were sampled under a grammar; leave response_format, tool_choice and "
+    "parallel_tool_calls out of the agent's requests, or train without distillation"
+)
+
+
+class ServedTeacher:
+    """A teacher behind a server. It answers with the log-probabilities of the sampled tokens or of its likeliest ones,
+    so losses over the whole vocabulary are not possible."""
+
+    def __init__(self, client: PromptLogprobsClient) -> None:
+        self.client = client
+
+    def wake(self) -> None:
+        """Nothing to do: its weights are elsewhere."""
+
+    sleep = wake
+
+    def check(self, max_length: int, settings: DistillationSettings) -> ServedVocabulary | None:
+        """Raise TeacherError unless the server can be used; returns its own vocabulary if it tells it."""
+        return self._run(self._checked, max_length, settings.topk if settings.mode == TOPK else 0)
+
+    def answered(self, rows: Sequence[Row], topk: int | None, vocabulary: int) -> list[Row]:
+        """The rows with the teacher's answers at their sampled tokens. `topk` None asks for these tokens only."""
+        if any(row.images for row in rows):
+            raise TeacherError(
+                f"the teacher at {self.client.name} is sent token ids only, and rows of its key have images; load it "
+                "in process (leave server.url out)"
+            )
+        asked = [row for row in rows if len(row.sampled)]
+        queries = [
+            PromptQuery(row.ids[: row.sampled[-1] + 1].tolist(), int(row.sampled[0]), topk or 0) for row in asked
+        ]
+        answers = iter(self._run(self.client.score, queries))
+        nothing = PromptLogprobs([], [], [])
+        return [
+            self._with_answer(row, next(answers) if len(row.sampled) else nothing, topk, vocabulary) for row in rows
+        ]
+
+    async def _checked(self, max_length: int, top: int) -> ServedVocabulary | None:
+        await self.client.check(max_length, top)
+        return await self.client.vocabulary()
+
+    def _with_answer(self, row: Row, answer: PromptLogprobs, topk: int | None, vocabulary: int) -> Row:
+        at = (row.sampled - row.sampled[:1]).tolist()
+        if topk is None:
+            ids = row.ids[row.sampled][:, None].tolist()
+            logp = [[answer.logprobs[i]] for i in at]
+        else:
+            ids, logp = [answer.top_ids[i] for i in at], [answer.top_logprobs[i] for i in at]
+        ids_MK = np.array(ids, np.int64).reshape(len(at), topk or 1)
+        logp_MK = np.array(logp, np.float32).reshape(len(at), topk or 1)
+        if (largest := int(ids_MK.max(initial=0))) >= vocabulary:
+            raise TeacherError(
+                f"the teacher at {self.client.name} has the token id {largest} among its {topk} likeliest, and the "
+                f"policy has {vocabulary} ids; use a loss_mode of the sampled token, or load the teacher in process"
+            )
+        return replace(row, teacher_tokens=TeacherTokens(ids_MK, logp_MK))
+
+    def _run(self, work: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
+        """Run a coroutine in a thread of its own, since the caller may be inside an event loop."""
+        with ThreadPoolExecutor(1) as pool:
+            try:
+                return pool.submit(lambda: asyncio.run(work(*args))).result()
+            except EngineError as problem:
+                raise TeacherError(f"the served teacher cannot be used: {problem}") from problem
 
 
 class TeacherView(NamedTuple):
@@ -73,7 +147,7 @@ class TeacherView(NamedTuple):
 class Teachers:
     """The teachers by key. A single one teaches all episodes. With `offload`, at most one is on the device."""
 
-    models: Mapping[str, FrozenModel]
+    models: Mapping[str, FrozenModel | ServedTeacher]
     settings: DistillationSettings
     vocabulary: int  # of the policy's logits
     route: Callable[[Episode], str | None] = lambda episode: episode.task.data_source
@@ -100,6 +174,21 @@ class Teachers:
             )
         return self._names.index(name)
 
+    def answered(self, batch: TrainBatch) -> TrainBatch:
+        """The batch with the answers of the served teachers, which it asks now."""
+        if any(row.allowed for row in batch.rows):
+            raise TeacherError(GRAMMAR)
+        rows = list(batch.rows)
+        for number, teacher in enumerate(self.models.values()):
+            if isinstance(teacher, ServedTeacher):
+                assert self.settings.mode not in FULL, "a served teacher gives no whole distribution"
+                chosen = [i for i, row in enumerate(rows) if row.teacher == number]
+                topk = min(self.settings.topk, self.vocabulary) if self.settings.mode == TOPK else None
+                answers = teacher.answered([rows[i] for i in chosen], topk, self.vocabulary)
+                for i, row in zip(chosen, answers, strict=True):
+                    rows[i] = row
+        return replace(batch, rows=rows)
+
     def by_teacher(self, rows: Sequence[Row]) -> list[list[Row]]:
         """The rows of each teacher that has any: a micro-batch has one teacher."""
         return [found for i in range(len(self.models)) if (found := [row for row in rows if row.teacher == i])]
@@ -112,7 +201,7 @@ class Teachers:
         finally:
             self._use(None)
 
-    def _use(self, number: int | None) -> FrozenModel | None:
+    def _use(self, number: int | None) -> FrozenModel | ServedTeacher | None:
         if self._awake is not None and self._awake != number:
             self.models[self._names[self._awake]].sleep()
         self._awake = number
@@ -123,11 +212,16 @@ class Teachers:
         return frozen
 
     @torch.no_grad()
-    def __call__(self, packed: PackedRows, number: int) -> TeacherView:
-        """The view of teacher `number` on a micro-batch."""
-        frozen = self._use(number)
-        assert frozen is not None
-        model, settings = frozen.model, self.settings
+    def __call__(self, packed: PackedRows, rows: Sequence[Row]) -> TeacherView:
+        """The view of the teacher of `rows` on a micro-batch, which packs them."""
+        number, settings = rows[0].teacher, self.settings
+        teacher = self._use(number)
+        assert teacher is not None
+        if packed.masks is not None:
+            raise TeacherError(GRAMMAR)
+        if isinstance(teacher, ServedTeacher):
+            return self._served_view(packed, rows)
+        model = teacher.model
         if packed.images is not None and patches_of(model) is None:
             raise TeacherError(
                 f"the teacher {self._names[number]} takes no images, and rows of its key have some; choose a vision "
@@ -140,10 +234,25 @@ class Teachers:
         teacher_logp_M = token_logprobs(model, packed).logp_M
         return TeacherView(lambda logp_M: sampled_divergence(logp_M, teacher_logp_M, settings.mode))
 
+    def _served_view(self, packed: PackedRows, rows: Sequence[Row]) -> TeacherView:
+        """The view from the answers that the rows hold."""
+        answers = [row.teacher_tokens for row in rows if row.teacher_tokens is not None]
+        assert len(answers) == len(rows), "the teacher has not been asked"
+        device = packed.pair_M.device
+        logp_MK = placed(torch.from_numpy(np.concatenate([answer.logp_MK for answer in answers])), device)
+        if self.settings.mode != TOPK:
+            return TeacherView(lambda logp_M: sampled_divergence(logp_M, logp_MK[:, 0], self.settings.mode))
+        ids_MK = placed(torch.from_numpy(np.concatenate([answer.ids_MK for answer in answers])), device)
+        count = len(packed.pair_M)
+        numbers_M = torch.arange(count, device=device)
+        first_U = torch.full_like(packed.predict_U, count).scatter_reduce(0, packed.pair_M, numbers_M, "amin")
+        return self._topk_loss(ids_MK[first_U], logp_MK[first_U])
+
     def _topk_view(self, model: PreTrainedModel, packed: PackedRows) -> TeacherView:
         work = partial(_topk, count=self.settings.topk, vocabulary=self.vocabulary)
-        ids_UK, logp_UK = ranks_of(model).summon(model, work, packed)
+        return self._topk_loss(*ranks_of(model).summon(model, work, packed))
 
+    def _topk_loss(self, ids_UK: Tensor, logp_UK: Tensor) -> TeacherView:
         def of_logits(logits_XV: Tensor, at: slice) -> Tensor:
             return torch.stack(topk_forward_kl(logits_XV, ids_UK[at], logp_UK[at], self.settings.min_logp), 1)
 

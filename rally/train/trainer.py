@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from rally.algos.advantages import pf_ppo_weights
 from rally.algos.credit_assignment import CreditSettings
 from rally.chat import ChatCodec
 from rally.data import RowSampler, TaskSet, draw, draw_further, learned, steps_per_epoch
@@ -34,7 +35,7 @@ from rally.track import (
     validation_metrics,
 )
 from rally.track.timing import PhaseClock, Timed, memory_used, token_times, untimed
-from rally.train.batch import TrainBatch, advantage_spans, build_batch, rows_of
+from rally.train.batch import TrainBatch, advantage_spans, build_batch, resampled, rows_of
 from rally.train.checkpoint.snapshot import Part, json_part
 from rally.train.checkpoint.store import COUNTERS, CheckpointStore
 from rally.train.critic import Critic
@@ -48,9 +49,16 @@ from rally.train.rollout.dynamic_sampling import FilterSettings, LiveGroups
 from rally.train.rollout.rollout import Rollout, RolloutError, RolloutResult, ValidationPass
 from rally.train.startup_check import check_rollout
 from rally.train.teacher import Teachers
-from rally.train.update import UpdateSettings, reference_logprobs, update_policy
+from rally.train.update import UpdateSettings, reference_logprobs, token_energies, update_policy
 from rally.types import Episode, SamplingParams
 from rally.util.background_threads import BackgroundWriter
+
+
+class ResamplingSettings(NamedTuple):
+    """PF-PPO: the episodes of an update are drawn with weights from their rewards."""
+
+    method: str = "pow"
+    power: float = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +70,7 @@ class TrainerSettings:
     n: int
     seed: int = 0
     credit: CreditSettings = field(default_factory=CreditSettings)
+    resampling: ResamplingSettings | None = None  # None: every episode is trained on once
     filter: FilterSettings | None = None  # None: every group of the batch is trained on
     reward_kl_kind: str = "kl"
     save_freq: int = -1
@@ -261,7 +270,7 @@ class Trainer:
             self.engine.updating(),
             awake(self.reference),
             nullcontext() if self.teachers is None else self.teachers.resting(),
-            keeping_diverged(self.folder.path, step, [_source(e) for e in episodes]),
+            keeping_diverged(self.folder.path, step, [_source(e) for e in self._drawn_episodes(step, episodes)]),
         ):
             penalties_M = self._reward_kl(episodes, timed)
             metrics: dict[str, float] = {}
@@ -271,9 +280,13 @@ class Trainer:
             rows = batch.rows
             self.recorder.write(lambda: self.folder.log_advantages(step, advantage_spans(episodes, rows)))
             if self._trains(step):
+                trained = self._drawn(step, episodes, batch)
+                if self.teachers is not None:
+                    with timed("teacher"):
+                        trained = self.teachers.answered(trained)
                 metrics |= update_policy(
                     self.policy,
-                    batch,
+                    trained,
                     self.update,
                     step=step,
                     reference=self.reference if self.update.kl_coef else None,
@@ -314,12 +327,36 @@ class Trainer:
     ) -> TrainBatch:
         """The episodes with their advantages. A critic, if there is one, is updated after it has given its values."""
         if self.critic is None:
-            return build_batch(episodes, self.settings.credit, penalties_M)
+            energies_M = None
+            if self.settings.credit.needs_energies:
+                with timed("old_log_prob"):
+                    energies_M = token_energies(self.policy, rows_of(episodes), self.update)
+            return build_batch(episodes, self.settings.credit, penalties_M, energies_M)
         with timed("values"):
             judgement = self.critic.judge(episodes, self.settings.credit, penalties_M)
         with timed("update_critic"):
-            metrics |= judgement.metrics | self.critic.update(judgement.critic, step=step, progress=progress)
+            drawn = self._drawn(step, episodes, judgement.critic)
+            metrics |= judgement.metrics | self.critic.update(drawn, step=step, progress=progress)
         return judgement.policy
+
+    def _drawn(self, step: int, episodes: Sequence[Episode], batch: TrainBatch) -> TrainBatch:
+        """The batch of the episodes that PF-PPO draws, the same ones for critic and policy; else the batch."""
+        chosen = self._chosen(step, episodes)
+        return batch if chosen is None else resampled(batch, chosen, self.settings.n)
+
+    def _drawn_episodes(self, step: int, episodes: Sequence[Episode]) -> list[Episode]:
+        chosen = self._chosen(step, episodes)
+        return list(episodes) if chosen is None else [episodes[number] for number in chosen]
+
+    def _chosen(self, step: int, episodes: Sequence[Episode]) -> list[int] | None:
+        """The numbers of the episodes that PF-PPO draws for the update; None without it."""
+        if self.settings.resampling is None:
+            return None
+        rewards_N = torch.tensor([float(episode.reward or 0.0) for episode in episodes], dtype=torch.float64)
+        weights_N = pf_ppo_weights(rewards_N, *self.settings.resampling)
+        generator = torch.Generator().manual_seed(step_seed(self.settings.seed, step))
+        chosen_N = torch.multinomial(weights_N, len(episodes), replacement=True, generator=generator)
+        return [int(number) for number in chosen_N]
 
     def _parts(self) -> list[Part]:
         """The parts of a checkpoint beside the policy and the sampler."""
@@ -418,7 +455,7 @@ def run(trainer: Trainer) -> dict[str, float]:
     """Run the loop to its end, then close everything it opened."""
 
     async def fit_and_close() -> dict[str, float]:
-        async with trainer.rollout.scorer:
+        async with trainer.rollout.opened():
             try:
                 async with trainer.policy.ranks.watch():
                     return await trainer.fit()

@@ -20,15 +20,15 @@ from rally.algos.distillation import DistillationSettings, distillation_loss
 from rally.algos.losses import Sampled, SurrogateSettings, policy_loss
 from rally.algos.off_policy_correction import CorrectionSettings
 from rally.models.routing import Routing, RoutingError, load_metrics, routers_of
-from rally.models.sharding import ALONE, Ranks
+from rally.models.sharding import Ranks
 from rally.track.timing import Timed, untimed
 from rally.train.batch import TrainBatch
 from rally.train.divergence import DivergedError, Tried
 from rally.train.forward.deterministic_logprobs import exact_decoder, exact_logprobs, with_value
 from rally.train.forward.logprobs import LogitsFunction, TokenLogprobs, token_logprobs
 from rally.train.forward.router_replay import fitted_row, recorded_rows
-from rally.train.loss_inputs import corrected_rows, fresh_tokens, marked_rows, over_rows
-from rally.train.micro_batches import MicroBatchLimits, in_order, micro_batches_for, share_of
+from rally.train.loss_inputs import corrected_rows, fresh_tokens, marked_rows, over_rows, recorded_logprobs
+from rally.train.micro_batches import MicroBatchLimits, Round, in_order, micro_batches_for, parts_of, share_of
 from rally.train.packing import PackedRows, Row, pack
 from rally.train.policy import Policy
 from rally.train.rank_messages import ComputeReference, UpdatePolicy
@@ -213,12 +213,12 @@ def update_policy(
     progress: Callable[[], None] = lambda: None,
     timed: Timed = untimed,
 ) -> dict[str, float]:
-    """Run all mini-batches of one training step and return its metrics."""
+    """Run all mini-batches of one training step and return its metrics. Only rank 0 needs the rows of the batch."""
     assert (reference is not None) == (settings.kl_coef != 0), "a reference policy comes with a KL coefficient"
     assert (teachers is not None) == (settings.distillation is not None), "teachers come with a distillation loss"
     metrics = UpdateMetrics()
     correction: dict[str, float] = {}
-    with policy.ranks.broadcast(UpdatePolicy(batch, step, torch.initial_seed())):
+    with policy.ranks.broadcast(UpdatePolicy(replace(batch, rows=[]), step, torch.initial_seed())):
         if settings.router_replay != "disabled":
             with timed("router_replay"):
                 batch = replace(batch, rows=_routed_rows(policy, batch.rows, settings))
@@ -260,9 +260,9 @@ def _routed_rows(policy: Policy, rows: Sequence[Row], settings: UpdateSettings) 
 def _corrected(policy: Policy, batch: TrainBatch, settings: UpdateSettings) -> CorrectedBatch:
     """The batch with the trainer's own log-probabilities as the old ones, and with importance weights."""
     logp_M = _present_logprobs(policy, batch.rows, settings)
-    recorded_M = torch.tensor([p for row in batch.rows for p in row.logprobs])
+    recorded_M = recorded_logprobs(batch.rows)
     fresh_M = fresh_tokens(batch.rows)
-    _check_mismatch([logp_M[fresh_M]], [recorded_M[fresh_M]], settings.mismatch_limit, ALONE)  # on every rank
+    _check_mismatch([logp_M[fresh_M]], [recorded_M[fresh_M]], settings.mismatch_limit, policy.ranks)
     rows, metrics = corrected_rows(batch.rows, logp_M, settings.correction)
     return CorrectedBatch(replace(batch, rows=rows), metrics)
 
@@ -276,13 +276,27 @@ def _present_logprobs(policy: Policy, rows: Sequence[Row], settings: UpdateSetti
     return over_rows(rows, forward, policy.device, settings.log_prob_limits or settings.limits, policy.ranks)
 
 
+def token_energies(policy: Policy, rows: Sequence[Row], settings: UpdateSettings) -> Tensor:
+    """1 - 2 p + sum(p^2) of each sampled token, with the probabilities of the policy over the vocabulary."""
+
+    def squares(logits_XV: Tensor, at: slice) -> Tensor:
+        return torch.softmax(logits_XV, -1).square().sum(-1, keepdim=True)
+
+    def forward(packed: PackedRows) -> Tensor:
+        found = _logprobs(policy, packed, settings, _routing(policy, packed, settings), squares)
+        assert found.columns_M is not None
+        return 1 - 2 * found.logp_M.exp() + found.columns_M[:, 0]
+
+    return over_rows(rows, forward, policy.device, settings.log_prob_limits or settings.limits, policy.ranks)
+
+
 def reference_logprobs(policy: Policy, reference: Reference, rows: Sequence[Row], settings: UpdateSettings) -> Tensor:
     """The reference's log-probability of each sampled token of the rows."""
 
     def forward(packed: PackedRows) -> Tensor:
         return reference(packed, settings.temperature)
 
-    with policy.ranks.broadcast(ComputeReference(rows)):
+    with policy.ranks.broadcast(ComputeReference()):
         return over_rows(rows, forward, policy.device, settings.reference_limits or settings.limits, policy.ranks)
 
 
@@ -316,13 +330,14 @@ def _mini_batch(
     if settings.correction.per_mini_batch:
         rows, measured = corrected_rows(rows, _present_logprobs(policy, rows, settings), settings.correction)
         metrics.corrections.append(measured)
-    rows = [r for r in rows if settings.needs_every_row or any(r.advantages)]
+    rows = [r for r in rows if settings.needs_every_row or r.advantages.any()]
     total, tried = torch.zeros(()), []
     apart = [rows] if teachers is None else teachers.by_teacher(rows)
-    parts = [part for some in apart for part in micro_batches_for(policy.ranks, some, settings.limits)]
-    for part in share_of(policy.ranks, parts):
+    rounds = [one for some in apart for one in micro_batches_for(policy.ranks, some, settings.limits)]
+    shares = share_of(policy.ranks, rounds)
+    for part in shares:
         packed = pack(part.rows, policy.device)
-        view = None if teachers is None else teachers(packed, part.rows[0].teacher)
+        view = None if teachers is None else teachers(packed, part.rows)
         loss_M, result = _loss(policy, packed, weights_N, settings, reference, view)
         (loss_M.sum() * part.counts).backward()
         metrics.add(result, fresh=fresh_tokens(part.rows) if fresh else None, counts=part.counts)
@@ -331,20 +346,20 @@ def _mini_batch(
             tried.append(Tried(part.rows, loss_M.detach()))
     if fresh:
         _check_mismatch(metrics.trained, metrics.recorded, settings.mismatch_limit, policy.ranks)
-    if rows:
-        metrics.grad_norms.append(take_step(policy, parts, tried))
+    if shares:
+        metrics.grad_norms.append(take_step(policy, rounds, tried))
     metrics.losses.append(total)
 
 
-def take_step(policy: Policy, parts: Sequence[list[Row]], tried: Sequence[Tried]) -> float:
-    """Take an optimizer step. All ranks take it or none does, because they see the same norm. The error for a diverged
-    gradient holds the rows and losses of all ranks."""
+def take_step(policy: Policy, rounds: Sequence[Round], tried: Sequence[Tried]) -> float:
+    """Take an optimizer step. All ranks take it or none does, because they see the same norm. On rank 0, the error for
+    a diverged gradient holds the rows and losses of all ranks."""
     try:
         return policy.optimizer_step(tried)
     except DivergedError as error:
         mine_M = torch.cat([torch.zeros(0), *(part.loss_M.float().cpu() for part in tried)])
-        losses_of_parts = in_order(policy.ranks, parts, mine_M)
-        raise DivergedError(error.problem, list(map(Tried, parts, losses_of_parts))) from None
+        losses_of_parts = in_order(policy.ranks, rounds, mine_M)
+        raise DivergedError(error.problem, list(map(Tried, parts_of(rounds), losses_of_parts))) from None
 
 
 def _routing(policy: Policy, packed: PackedRows, settings: UpdateSettings) -> Routing | None:

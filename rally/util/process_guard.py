@@ -1,7 +1,8 @@
 """Runs a server that must not outlive its parent: python process_guard.py SECONDS COMMAND...
 
 The guard leads a process group, which contains the server and everything that the server starts. The kernel sends it
-SIGTERM when its parent dies. It then terminates the server, waits up to SECONDS, and kills the whole group.
+SIGTERM when its parent dies. It then terminates the server, waits up to SECONDS, and kills the whole group. If the
+guard is killed, the kernel kills the server.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def main(seconds: float, command: list[str]) -> None:
     server = None
     try:
         if os.getppid() == parent:  # else the parent died before prctl took effect
-            server = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+            server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_end_with_guard)
             code = server.wait()
     except KeyboardInterrupt:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -33,6 +34,11 @@ def main(seconds: float, command: list[str]) -> None:
             _wait(server, seconds)
     _log_exit(code)
     os.killpg(0, signal.SIGKILL)
+
+
+def _end_with_guard() -> None:
+    """The kernel kills the server if the guard itself is killed."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _log_exit(code: int) -> None:

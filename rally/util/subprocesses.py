@@ -44,13 +44,21 @@ class ProcessResult:
         return self.output.decode("utf-8", "replace")
 
 
-async def run_process(command: Sequence[str], stdin: bytes = b"", *, max_output: int = MAX_OUTPUT) -> ProcessResult:
-    """Run a program to its end, output and errors together. Cancelling the call, as a deadline does, kills it."""
+async def run_process(
+    command: Sequence[str],
+    stdin: bytes = b"",
+    *,
+    max_output: int = MAX_OUTPUT,
+    environment: Mapping[str, str] | None = None,
+) -> ProcessResult:
+    """Run a program to its end, output and errors together. Cancelling the call, as a deadline does, kills it.
+    `environment` replaces the one of this process."""
     process = await asyncio.create_subprocess_exec(
         *command,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
+        env=environment,
         start_new_session=True,  # so that one kill reaches what the program has started, too
     )
     try:
@@ -136,5 +144,6 @@ class ServerProcess:
             deadline = time.monotonic() + TERMINATE_SECONDS + 2
             while self.alive and time.monotonic() < deadline:
                 await asyncio.sleep(POLL_SECONDS)
-        kill_group(self._child.pid)
+        if self._child.returncode is None:  # else its guard has killed the group, and the number may be another's
+            kill_group(self._child.pid)
         await asyncio.to_thread(self._child.wait)

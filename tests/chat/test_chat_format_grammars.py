@@ -120,14 +120,14 @@ def test_no_text_raises_in_any_format(name: str, pieces: list[str]) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_turn_of_100k_repeated_characters_is_read_at_once(name: str) -> None:
+def test_a_turn_of_30k_repeated_characters_is_read_at_once(name: str) -> None:
     one = get_format(name)
     call = one.render([ToolCall(name="calculator", arguments={"q": "x"})])
     cut = call[: max(1, call.index("x"))] if "x" in call else call
     for piece in (*one.marks[:1], cut, f"{cut}\\", "\n[f('\\'", "{", "\n"):
         start = time.process_time()
-        one.parse(piece * (100_000 // len(piece)), [{"name": "calculator", "parameters": {}}])
-        assert time.process_time() - start < 10, piece
+        one.parse(piece * (30_000 // len(piece)), [{"name": "calculator", "parameters": {}}])
+        assert time.process_time() - start < 2, piece  # in proportion to the length, 0.1; to its square, many
 
 
 def test_the_names_of_vllms_parsers_are_known() -> None:

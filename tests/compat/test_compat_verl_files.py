@@ -115,6 +115,17 @@ class Counted(ToolAgentLoop):
         agent_data.extra_fields["called"] = [(call.name, call.arguments) for call in agent_data.tool_calls]
         return await super()._handle_processing_tools_state(agent_data)
 
+class Misread(ToolAgentLoop):
+    class Parser(ToolParser):
+        async def extract_tool_calls(self, responses_ids, tools=None):
+            from verl.experimental.agent_loop.tool_parser import FunctionCall
+            text = self.tokenizer.decode(responses_ids)
+            return text, [FunctionCall(name="double", arguments="[4")] if "double" in text else []
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.tool_parser = self.Parser(self.tokenizer)
+
 class Continued(AgentLoopBase):
     def __init__(self, *args, tools=None, **kwargs):
         super().__init__(*args, **kwargs)
@@ -157,7 +168,7 @@ def double(number: int) -> str:
     return str(2 * number)
 
 
-@pytest.mark.parametrize("name", ["Counted", "Continued"])
+@pytest.mark.parametrize("name", ["Counted", "Continued", "Misread"])
 async def test_loops_over_verls_states_and_continuous_tokens_train_on_what_was_sampled(
     tiny: ChatCodec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -168,11 +179,13 @@ async def test_loops_over_verls_states_and_continuous_tokens_train_on_what_was_s
     call = '<tool_call>{"name": "double", "arguments": {"number": 4}}</tool_call>'
     script = [Reply(said(tiny, call)), Reply(said(tiny, "It is 8."))]
     runner = make_runner(tiny, script, [double], loop="mine", loops={"mine": LoopSpec(cls, {})})
-    runner.run_config = config_for_loops(load_config(base={"data": {}}))
+    config = config_for_loops(load_config(base={"data": {}}))
+    runner.run_config = lambda: config
     held: Held = await hold(runner, make_task(row={"raw_prompt": [{"role": "user", "content": "Twice 4?"}]}))
     assert held.episode.error is None
     first, second = held.engine.calls
-    assert "<tool_response>8</tool_response>" in tiny.decode(second.prompt)
+    answer = "Error when executing tool: Expecting ',' delimiter" if name == "Misread" else "8</tool_response>"
+    assert f"<tool_response>{answer}" in tiny.decode(second.prompt)
     assert second.prompt[: len(first.prompt)] == first.prompt
     sampled = [i for i, m in zip(held.segment.response_ids, held.segment.response_mask, strict=True) if m]
     assert sampled == [*first.generation.ids, *second.generation.ids]

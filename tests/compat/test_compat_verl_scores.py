@@ -88,6 +88,16 @@ def test_a_truth_that_is_no_text_is_refused(truth: Any) -> None:
             function("#### 72", truth)
 
 
+def test_sources_that_verl_scores_in_its_own_way() -> None:
+    with pytest.raises(RewardError, match="verl scores numina_aops_forum with prime_math, which Rally does not have"):
+        reward_scores.default_compute_score("numina_aops_forum", r"\boxed{5}", "5")
+    with pytest.raises(RewardError, match="the test cases are no JSON text"):  # codecontests is scored by prime_code
+        reward_scores.default_compute_score("codecontests", "```python\nprint(1)\n```", "no cases")
+    cases = {"inputs": ["1"], "outputs": ["1"], "assert_case": ["assert f(1)", "assert f(2)"]}
+    with pytest.raises(RewardError, match="as many inputs as assert_case, not 1 and 2"):
+        reward_scores.default_compute_score("taco", "```python\nprint(1)\n```", cases)
+
+
 @pytest.mark.parametrize("truth", ["Seine", {}, {"target": []}, {"target": [1]}, {"target": None}])
 def test_targets_that_are_no_texts_are_refused(truth: Any) -> None:
     with pytest.raises(RewardError, match="the ground_truth of a search row must be"):

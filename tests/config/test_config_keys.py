@@ -1,5 +1,6 @@
 """Every key of verl is known; each one is supported and described, fixed with a reason, or an error that says why."""
 
+import functools
 import string
 from collections.abc import Iterator
 from typing import Any, get_args
@@ -12,7 +13,7 @@ from pydantic import ValidationError
 from rally.config import Config, ConfigError, SftConfig, load_config
 from rally.config.base import Only, Root, Section, look_up
 from rally.config.checks.unsupported import SFT_UNSUPPORTED, UNSUPPORTED, Unsupported, unsupported_values
-from rally.config.verl_keys import HINTS, MOVES, OFF, SFT_HINTS, hint_for
+from rally.config.verl_key_tables import HINTS, MOVES, OFF, SFT_HINTS, hint_for
 
 A, M, R = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 KNOWN = sorted(Config.keys())
@@ -143,6 +144,7 @@ def idle(key: str) -> bool:
     return hint_for(key, HINTS) is not None
 
 
+@functools.cache
 def free_of_extras() -> list[str]:
     """Known keys whose misspelling cannot pass as a key that is handed on to a user's class or function."""
     free = (f"{R}.agent_loop_config", "reward_model.reward_kwargs", "reward_model", *(section for section, _, _ in OFF))

@@ -67,6 +67,8 @@ def test_valid_combinations_load(lines: tuple[str, ...]) -> None:
         (("name=rally", "enforce_eager=true"), "enforce_eager has no effect with actor_rollout_ref.rollout.name=rally"),
         (("name=rally", "log_level=DEBUG"), "log_level has no effect with actor_rollout_ref.rollout.name=rally"),
         (("name=rally", "checkpoint_engine.backend=ipc"), "backend has no effect with"),
+        (("name=vllm", "checkpoint_engine.backend=delta"), "vllm loads whole models and cannot apply deltas; use"),
+        (("name=rally", "checkpoint_engine.full_every=3"), "full_every has no effect with"),
     ],
 )
 def test_an_invalid_combination_is_one_sentence(lines: tuple[str, ...], message: str) -> None:

@@ -44,7 +44,8 @@ def test_a_hint_is_named_in_the_note_and_leaves_the_configuration_as_it_is(line:
     key = line.lstrip("+").partition("=")[0].removesuffix("data") or "gen_batch_size"
     assert note.startswith("these keys have no effect here:") and key.split(".")[-1].split("=")[0] in note
     assert config.trainer.logger in (("console", "file"), ("console",))
-    unlike = {k: v for k, v in config.flat().items() if v != Config().flat()[k] and k != "trainer.logger"}
+    default = Config().flat()
+    unlike = {k: v for k, v in config.flat().items() if v != default[k] and k != "trainer.logger"}
     assert set(unlike) <= {f"{R}.val_kwargs.do_sample"}
 
 
@@ -155,7 +156,7 @@ def test_a_group_of_one_is_noted() -> None:
         (("async_training.staleness_threshold=0.1",), "asks for a trainer and a rollout on separate GPUs"),
         ((f"{A}.fsdp_config.model_dtype=float16",), "model_dtype=float16 is not built yet"),
         ((f"{R}.repetition_penalty=1.1",), "repetition_penalty=1.1 is not built yet"),
-        (("trainer.nnodes=2",), "set it to 1 to train on this machine"),
+        (("trainer.nnodes=2", "trainer.launcher=local"), "launcher=local is for one machine"),
         ((f"{M}.use_shm=often",), "it must be true or false"),
         (("+ray_kwargs.ray_init.runtime_env.env_vars.SCALE=2",), "leave it out and set SCALE in the environment"),
         (("+ray_kwargs.ray_init.runtime_env.working_dir=/x",), "start the run in that folder"),

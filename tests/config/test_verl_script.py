@@ -186,6 +186,19 @@ def test_the_configuration_file_is_found_above_the_script(tmp_path: Path) -> Non
     )
 
 
+def test_nothing_of_a_command_is_left_out_without_a_line(tmp_path: Path) -> None:
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "mine.yaml").write_text("data: {no_such_key: 1}\n")
+    pairs = "'actor_rollout_ref.actor.fsdp_config={param_offload:True,optimizer_offload:True}'"
+    text = f"python3 -m verl.trainer.main_ppo --config-dir conf --config-name mine --multirun {pairs} trainer.seed=1"
+    found = from_verl(script(text, tmp_path)).splitlines()
+    assert found[0] == "# dropped: --multirun: it is an option of Hydra, which Rally does not run"
+    assert any(line.startswith("# refused: unknown key data.no_such_key") for line in found)  # of --config-dir
+    [line] = [line for line in found if line.startswith("# not here: ")]
+    assert line.endswith("holds actor_rollout_ref.actor.fsdp_config.param_offload; write its other keys one by one")
+    assert "    --config-path conf \\" in found and not any("fsdp_config=" in line for line in found[4:])
+
+
 def test_interpolations_of_the_configuration_are_not_variables_of_the_shell(tmp_path: Path) -> None:
     words = "trainer.project_name='${data.prompt_key}' trainer.experiment_name=\"\\${x}-$Y\""
     command = from_verl(script(f"python3 -m verl.trainer.main_ppo {words}", tmp_path))

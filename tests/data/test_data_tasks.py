@@ -247,12 +247,12 @@ def test_changing_a_task_does_not_change_the_set(tmp_path: Path) -> None:
     assert tasks[0] == before
 
 
-def test_a_hundred_thousand_rows_are_validated_in_seconds(tmp_path: Path) -> None:
+def test_thirty_thousand_rows_are_validated_in_seconds(tmp_path: Path) -> None:
     table = pa.Table.from_pylist([row(i) for i in range(1000)])
-    pq.write_table(pa.concat_tables([table] * 100), tmp_path / "big.parquet")
+    pq.write_table(pa.concat_tables([table] * 30), tmp_path / "big.parquet")
     start = time.process_time()
     tasks = load_tasks(tmp_path / "big.parquet")
-    assert time.process_time() - start < 20, "processor seconds"
-    assert len(tasks) == 100_000
-    assert tasks[99_999].id == "big:99999"
-    assert tasks[99_999].ground_truth == "999"
+    assert time.process_time() - start < 6, "processor seconds"
+    assert len(tasks) == 30_000
+    assert tasks[29_999].id == "big:29999"
+    assert tasks[29_999].ground_truth == "999"

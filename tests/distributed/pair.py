@@ -2,6 +2,8 @@
 python pair.py RENDEZVOUS."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,11 +18,11 @@ from benchmarks.architectures import small_model
 from rally.algos.credit_assignment import CreditSettings
 from rally.algos.distillation import DistillationSettings
 from rally.algos.off_policy_correction import CorrectionSettings
-from rally.distributed.process_group import ProcessGroup
-from rally.distributed.worker import Worker
+from rally.distributed.process_group import ProcessGroup, Rendezvous
+from rally.distributed.worker import Executor, Worker
 from rally.models import attention
 from rally.models.lora import LoraSettings, add_adapters
-from rally.models.sharding import ALONE, Ranks, model_state
+from rally.models.sharding import ALONE, Message, Ranks, model_state
 from rally.runs.build.engines import full_weights
 from rally.train.batch import build_batch, rows_of
 from rally.train.checkpoint.snapshot import copied
@@ -44,6 +46,7 @@ class Case:
     few: bool = False  # one row alone
     lora: bool = False
     reshard: bool = True
+    teachers: int = 1
 
 
 def settings(**given: Any) -> UpdateSettings:
@@ -61,6 +64,7 @@ CASES = {
     "layers kept whole": Case(settings(kl_coef=0.1), reshard=False),
     "adapters": Case(settings(kl_coef=0.1), lora=True),
     "distillation": Case(settings(distillation=DistillationSettings(mode="forward_kl_topk", topk=4), max_tokens=50)),
+    "two teachers": Case(settings(distillation=DistillationSettings(mode="k3")), teachers=2),
     "layers that hold state": Case(settings(max_tokens=50), family="qwen3_5_text", checkpointing=True),
     "experts recorded before the update": Case(settings(max_tokens=50, router_replay="R2"), family="qwen3_moe"),
     "half precision": Case(settings(max_tokens=50), dtype=torch.bfloat16),
@@ -101,28 +105,56 @@ def reference_for(case: Case, policy: Policy, ranks: Ranks) -> Reference:
 def teachers_for(case: Case, ranks: Ranks) -> Teachers | None:
     if case.settings.distillation is None:
         return None
-    model = model_for(case, 6)
-    ranks.shard(model)
-    return Teachers({"default": FrozenModel(model)}, case.settings.distillation, model.config.vocab_size)
+    models = {f"{number}": model_for(case, 6 + number) for number in range(case.teachers)}
+    for model in models.values():
+        ranks.shard(model)
+    frozen = {name: FrozenModel(model) for name, model in models.items()}
+    vocabulary = next(iter(models.values())).config.vocab_size
+    return Teachers(frozen, case.settings.distillation, vocabulary, route=lambda episode: str(int(episode.id[1]) % 2))
+
+
+class First(Worker):
+    """Rank 0 of two. It sends messages, as a controller does."""
+
+    @contextmanager
+    def broadcast(self, message: Message) -> Iterator[None]:
+        self._group.send(message)
+        with super().broadcast(message):
+            yield
+
+
+def parts_for(case: Case, ranks: Ranks) -> Executor:
+    policy = policy_for(case, ranks)
+    reference = reference_for(case, policy, ranks)
+    return Executor(policy, case.settings, reference, None, teachers_for(case, ranks))
 
 
 def result_of(case: Case, ranks: Ranks = ALONE) -> Result:
     if isinstance(ranks, Worker):
-        ranks = Worker(ranks._group, reshard=case.reshard)
-    policy = policy_for(case, ranks)
-    reference = reference_for(case, policy, ranks)
+        ranks = First(ranks._group, reshard=case.reshard)
+    parts = parts_for(case, ranks)
+    policy, reference, teachers = parts.policy, parts.reference, parts.teachers
+    assert reference is not None
     asked = reference if case.settings.kl_coef else None
-    teachers = teachers_for(case, ranks)
     metrics = []
     for seed in range(STEPS):
         episodes = uneven_episodes(seed)
         batch = build_batch(episodes[:2] if case.few else episodes)
         if case.few:
             batch = type(batch)(**{**vars(batch), "rows": batch.rows[:1]})
-        with awake(asked if ranks.rank == 0 else None):  # the run is what wakes it
+        batch = teachers.assigned(batch, episodes) if teachers else batch
+        with awake(asked):
             metrics.append(update_policy(policy, batch, case.settings, step=seed, reference=asked, teachers=teachers))
     reference_M = reference_logprobs(policy, reference, rows_of(uneven_episodes()), case.settings)
     return Result(full_weights(policy.model), metrics, reference_M, copied(policy.state()))
+
+
+def follow(case: Case, group: ProcessGroup) -> None:
+    """The second rank, which has no rows of its own."""
+    parts = parts_for(case, Worker(group, reshard=case.reshard))
+    for _ in range(STEPS + 2):
+        parts.execute(group.receive())
+    copied(parts.policy.state())
 
 
 class Taught(NamedTuple):
@@ -131,29 +163,41 @@ class Taught(NamedTuple):
     values_M: Tensor
 
 
-def taught(dtype: torch.dtype, ranks: Ranks = ALONE) -> Taught:
-    """A critic that judges and learns."""
+def critic_for(dtype: torch.dtype, ranks: Ranks) -> Critic:
     body = with_value_head(calm_model().base_model.to(dtype))
     ranks.shard(body)
     learner = Policy(body, OptimizerSettings(lr=1e-3), STEPS)
-    critic = Critic(learner, CriticSettings(mini_batch_groups=1, max_tokens=50, forward_max_tokens=60))
-    metrics = []
+    return Critic(learner, CriticSettings(mini_batch_groups=1, max_tokens=50, forward_max_tokens=60))
+
+
+def taught(dtype: torch.dtype, ranks: Ranks = ALONE) -> Taught:
+    """A critic that judges and learns."""
+    critic, metrics = critic_for(dtype, First(ranks._group) if isinstance(ranks, Worker) else ranks), []
     for seed in range(STEPS):
         judged = critic.judge(uneven_episodes(seed), CreditSettings(estimator="gae"), None)
         metrics.append({**judged.metrics, **critic.update(judged.critic, step=seed)})
-    return Taught(model_state(body), metrics, critic.values(rows_of(uneven_episodes())))
+    return Taught(model_state(critic.learner.model), metrics, critic.values(rows_of(uneven_episodes())))
+
+
+def follow_critic(dtype: torch.dtype, group: ProcessGroup) -> None:
+    critic = critic_for(dtype, Worker(group))
+    parts = Executor(critic.learner, settings(), critic=critic)
+    for _ in range(2 * STEPS):
+        parts.execute(group.receive())
+    model_state(critic.learner.model)
+    parts.execute(group.receive())
 
 
 DTYPES = (torch.float32, torch.bfloat16)
 
 
 def together(rank: int, rendezvous: Path) -> Worker:
-    return Worker(ProcessGroup(rank, 2, rendezvous, "cpu", SECONDS))
+    return Worker(ProcessGroup(rank, 2, Rendezvous(place=str(rendezvous), secret="pair"), "cpu", SECONDS))
 
 
 if __name__ == "__main__":
-    ranks = together(1, Path(sys.argv[1]))
+    group = together(1, Path(sys.argv[1]))._group
     for case in CASES.values():
-        result_of(case, ranks)
+        follow(case, group)
     for dtype in DTYPES:
-        taught(dtype, ranks)
+        follow_critic(dtype, group)

@@ -16,6 +16,7 @@ from rally.config import load_config
 from rally.distributed import controller as controller_module
 from rally.distributed import process_group
 from rally.distributed.controller import Controller, ControllerSettings, LostRank
+from rally.distributed.process_group import Rendezvous
 from rally.runs.build.models import RunPlan
 from rally.train.rank_messages import GatherWeights, Shutdown
 from rally.types import RallyError
@@ -44,18 +45,17 @@ def test_gpus_open_no_port_to_other_machines(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(process_group, "init_device_mesh", lambda device, shape: None)
     for name in ("init_process_group", "new_group"):
         monkeypatch.setattr(process_group.dist, name, lambda *given, **named: None)
-    process_group.ProcessGroup(0, 1, tmp_path / "rendezvous", "cuda", 1.0)
+    process_group.ProcessGroup(0, 1, Rendezvous(place=str(tmp_path / "rendezvous"), secret="none"), "cuda", 1.0)
     assert os.environ["NCCL_SOCKET_IFNAME"] == "lo"
 
 
 @pytest.mark.drill("security", "A foreign process joins the ranks of a run", "The run stops: it lacks the secret")
-def test_a_process_without_the_secret_is_no_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_process_without_the_secret_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 of two is another process, which answers with what it saw on the wire, or with anything else."""
     group = process_group.ProcessGroup.__new__(process_group.ProcessGroup)
     group.rank, group.world_size, group.device = 0, 2, "cpu"
-    process_group.write_secret(tmp_path)
-    secret = (tmp_path / process_group.SECRET).read_bytes()
-    assert (tmp_path / process_group.SECRET).stat().st_mode & 0o077 == 0 and len(secret) == 32
+    secret = process_group.new_secret().encode()
+    assert len(secret) > 40 and "secret=" not in repr(Rendezvous(place="/r", secret=secret.decode()))
     asked: list[int] = []
 
     def answering(proof: Callable[[int, torch.Tensor], torch.Tensor]) -> None:
@@ -69,12 +69,12 @@ def test_a_process_without_the_secret_is_no_rank(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(process_group.dist, "all_gather", all_gather)
 
     answering(lambda number, _: process_group._proof(secret, number, 1))
-    group._check_members(tmp_path, ["numbers", "messages"])
+    group._check_members(secret, ["numbers", "messages"])
     assert len(asked) == 3
     for wrong in (lambda number, mine: mine, lambda number, mine: torch.zeros(32, dtype=torch.uint8)):
         answering(wrong)
         with pytest.raises(RallyError, match="not a rank of this run"):
-            group._check_members(tmp_path, ["numbers", "messages"])
+            group._check_members(secret, ["numbers", "messages"])
 
 
 class Joined:
@@ -160,7 +160,7 @@ def test_a_computation_that_hangs_without_a_rank_ends_the_program(
             thread.join(10)
     else:
         thread.join(10)
-    assert not thread.is_alive() and left == ([1] if stuck else [])
+    assert not thread.is_alive() and left == ([75] if stuck else [])
     assert ("rally: rank 1 of 2" in capfd.readouterr().err) == stuck
 
 

@@ -1,8 +1,11 @@
 """A decoded message equals the one that was sent, and every row belongs to exactly one rank."""
 
 import random
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -11,21 +14,32 @@ from train_cases import uneven_episodes
 
 from rally.config import ConfigError, load_config
 from rally.config.checks.multi_gpu import with_rollout_servers
-from rally.distributed.message_encoding import decode, encode
-from rally.models.sharding import ALONE, Alone, Message
+from rally.distributed.message_encoding import decode, encode, rows_of_arrays, rows_to_arrays
+from rally.models.sharding import ALONE, Alone, M, Message
 from rally.runs.build.models import RunPlan
 from rally.runs.build.run_inputs import RunError
 from rally.runs.evaluate import evaluate
 from rally.runs.train import train
 from rally.train.batch import build_batch, rows_of
-from rally.train.micro_batches import MicroBatchLimits, in_order, micro_batches_for, share_of
-from rally.train.packing import Row
+from rally.train.micro_batches import (
+    MicroBatches,
+    MicroBatchLimits,
+    MicroBatchShare,
+    in_order,
+    micro_batches_for,
+    parts_of,
+    share_of,
+)
+from rally.train.packing import FIELDS, Row
 from rally.train.rank_messages import (
     ComputeLogits,
+    ComputePlain,
     ComputeReference,
+    ComputeValues,
     GatherCritic,
     GatherState,
     GatherWeights,
+    SftStep,
     Shutdown,
     UpdatePolicy,
 )
@@ -35,49 +49,111 @@ TWO = ("trainer.n_gpus_per_node=2", "trainer.device=cpu")
 
 
 class Rank(Alone):
-    """One of several, none of which is asked anything."""
+    """One of several. `posted` holds what rank 0 sends to each, and `numbers` what each has computed."""
 
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.rank, self.world_size = rank, world_size  # type: ignore[misc]
+    def __init__(self, rank: int, posted: list[bytearray], numbers: list[torch.Tensor]) -> None:
+        self.rank, self.world_size = rank, len(posted)  # type: ignore[misc]
+        self.posted, self.numbers = posted, numbers
+
+    def scatter(self, messages: Sequence[M]) -> M:
+        if self.rank == 0:
+            self.posted[:] = map(encode, messages)
+        assert len(messages) == (0 if self.rank else self.world_size)
+        return decode(self.posted[self.rank])  # type: ignore[return-value]
+
+    def all_gather(self, numbers_X: torch.Tensor) -> list[torch.Tensor]:
+        return self.numbers
+
+
+def content(row: Row) -> tuple[object, ...]:
+    return row.episode, row.teacher, row.routes, *(getattr(row, name).tolist() for name in FIELDS)
+
+
+def contents(rows: Iterable[Row]) -> list[tuple[object, ...]]:
+    return list(map(content, rows))
 
 
 @st.composite
 def rows(draw: st.DrawFn) -> list[Row]:
     rng = random.Random(draw(st.integers(0, 10_000)))
-    found = []
+    found: list[Row] = []
     for episode in range(draw(st.integers(0, 9))):
-        ids = tuple(rng.randrange(5) for _ in range(rng.randrange(2, 30)))
+        before = found[-1].ids.tolist() if found and rng.random() < 0.5 else []
+        ids = (*before[: rng.randrange(30)], *(rng.randrange(5) for _ in range(rng.randrange(2, 30))))
         sampled = tuple(sorted(rng.sample(range(1, len(ids)), rng.randrange(1, len(ids)))))
         numbers = tuple(rng.uniform(-9, 9) for _ in sampled)
+        equal = (rng.choice((-0.0, 0.5)),) * len(sampled)
         extra = {
             "weights": numbers,
             "values": numbers,
             "returns": numbers[::-1],
             "marked": tuple(x > 0 for x in numbers),
+            "stale": (rng.random() < 0.5,) * len(sampled),
+            "teacher": rng.randrange(3),
         }
         more = extra if rng.random() < 0.5 else {}
-        found.append(Row(ids=ids, sampled=sampled, logprobs=numbers, episode=episode, advantages=numbers, **more))
+        found.append(Row(ids=ids, sampled=sampled, logprobs=numbers, episode=episode, advantages=equal, **more))
     return found
 
 
-@given(rows())
-def test_rows_arrive_as_they_were(given: list[Row]) -> None:
-    message = decode(encode(ComputeReference(given)))
-    assert isinstance(message, ComputeReference) and message.rows == given
+@given(rows(), st.integers(1, 4))
+def test_rows_arrive_as_they_were(given: list[Row], size: int) -> None:
+    plain = decode(encode(ComputePlain(given, 0.5)))
+    assert isinstance(plain, ComputePlain) and contents(plain.rows) == contents(given) and plain.temperature == 0.5
+    parts = [given[first : first + size] for first in range(0, len(given), size)]
+    sent = decode(encode(MicroBatches([MicroBatchShare(part, len(part) == size) for part in parts])))
+    assert isinstance(sent, MicroBatches) and [share.counts for share in sent.shares] == [len(p) == size for p in parts]
+    assert [contents(share.rows) for share in sent.shares] == list(map(contents, parts))
+
+
+def test_the_sign_of_zero_arrives() -> None:
+    mixed = Row(ids=(1, 2, 3), sampled=(1, 2), logprobs=(-0.0, 0.0), episode=0, advantages=(-0.0, -0.0))
+    [row] = rows_of_arrays(rows_to_arrays([mixed]))
+    assert np.signbit(row.logprobs).tolist() == [True, False] and np.signbit(row.advantages).all()
+
+
+def test_a_group_takes_four_bytes_for_a_token_and_four_for_a_sampled_one() -> None:
+    """The prompt of a group is sent once, and the equal advantages of a row as one number."""
+    rng = np.random.default_rng(0)
+    prompt, size, answers = rng.integers(0, 9, 3000), 5000, 8
+    group = [
+        Row(
+            ids=np.concatenate([prompt, rng.integers(0, 9, size)]).astype(np.int32),
+            sampled=np.arange(3000, 3000 + size, dtype=np.int32),
+            logprobs=rng.random(size, np.float32),
+            episode=number,
+            advantages=np.full(size, number, np.float32),
+        )
+        for number in range(answers)
+    ]
+    computed = 3000 + answers * size
+    bits = answers * (3000 + size) // 8
+    assert len(encode(MicroBatches([MicroBatchShare(group)]))) < 4 * computed + 4 * answers * size + bits + 4000
 
 
 def test_a_batch_arrives_as_it_was() -> None:
-    batch = build_batch(uneven_episodes())
+    """Without its rows, which follow as micro-batches."""
+    batch = replace(build_batch(uneven_episodes()), rows=[])
     message = decode(encode(UpdatePolicy(batch, 7, 2**63 - 1)))
     assert isinstance(message, UpdatePolicy) and (message.step, message.seed) == (7, 2**63 - 1)
-    assert message.batch.rows == batch.rows
+    assert message.batch.rows == []
     for name in ("rewards_N", "groups_N", "tokens_N"):
         assert torch.equal(getattr(message.batch, name), getattr(batch, name))
 
 
 @pytest.mark.parametrize(
     "message",
-    [ComputeLogits([1, 2, 3]), GatherWeights(), GatherState(), GatherState(merged=True), GatherCritic(), Shutdown()],
+    [
+        ComputeLogits([1, 2, 3]),
+        SftStep(12, 2**63 - 1),
+        ComputeReference(),
+        ComputeValues(),
+        GatherWeights(),
+        GatherState(),
+        GatherState(merged=True),
+        GatherCritic(),
+        Shutdown(),
+    ],
 )
 def test_small_messages_arrive_as_they_were(message: Message) -> None:
     assert decode(encode(message)) == message
@@ -93,23 +169,34 @@ def test_a_plan_arrives_as_it_was() -> None:
 def test_every_row_is_of_one_rank_and_all_compute_equally_often(
     given: list[Row], count: int, tokens: int, most: int | None
 ) -> None:
-    ranks = [Rank(rank, count) for rank in range(count)]
-    cuts = [micro_batches_for(rank, given, MicroBatchLimits(tokens, most)) for rank in ranks]
-    assert all(cut == cuts[0] for cut in cuts)
-    shares = [share_of(rank, cuts[0]) for rank in ranks]
+    posted, numbers = [bytearray()] * count, [torch.zeros(0)] * count
+    ranks = [Rank(rank, posted, numbers) for rank in range(count)]
+    rounds = [
+        micro_batches_for(rank, given if rank.rank == 0 else [], MicroBatchLimits(tokens, most)) for rank in ranks
+    ]
+    assert not any(rounds[1:])
+    shares = [share_of(rank, own) for rank, own in zip(ranks, rounds, strict=True)]
     assert len({len(share) for share in shares}) == 1
+    numbers[:] = [
+        torch.tensor([float(row.episode) for part in share if part.counts for row in part.rows for _ in row.sampled])
+        for share in shares
+    ]
+    expected = [[float(row.episode) for row in part for _ in row.sampled] for part in parts_of(rounds[0])]
+    assert [one.tolist() for one in in_order(ranks[0], rounds[0], numbers[0])] == expected
+    assert all(in_order(rank, [], numbers[rank.rank]) == [] for rank in ranks[1:])
     counted = [row.episode for share in shares for part in share if part.counts for row in part.rows]
     assert sorted(counted) == [row.episode for row in given]
     assert all(part.rows for share in shares for part in share)
     if len(given) >= count:
-        assert all(any(part.counts for part in share) for share in shares) or len(cuts[0]) < count
+        assert all(any(part.counts for part in share) for share in shares) or len(parts_of(rounds[0])) < count
 
 
 def test_what_a_rank_found_goes_back_to_its_rows() -> None:
-    given = rows_of(uneven_episodes())
-    parts = micro_batches_for(ALONE, given, MicroBatchLimits(50))
-    numbers_M = torch.arange(sum(len(row.sampled) for part in parts for row in part), dtype=torch.float64)
-    assert torch.equal(torch.cat(in_order(ALONE, parts, numbers_M)), numbers_M)
+    rounds = micro_batches_for(ALONE, rows_of(uneven_episodes()), MicroBatchLimits(50))
+    assert all(len(one) == 1 for one in rounds)
+    count = sum(len(row.sampled) for part in parts_of(rounds) for row in part)
+    numbers_M = torch.arange(count, dtype=torch.float64)
+    assert torch.equal(torch.cat(in_order(ALONE, rounds, numbers_M)), numbers_M)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +220,9 @@ def test_what_a_rank_found_goes_back_to_its_rows() -> None:
         ([f"{A}.ppo_micro_batch_size=4"], "is ambiguous with 2 GPUs; leave it out and set"),
         ([f"{R}.name=vllm", f"{R}.checkpoint_engine.backend=ipc"], "backend=ipc works on one GPU only"),
         ([f"{R}.deterministic=true"], "has no effect with actor_rollout_ref.rollout.name=rally"),
-        (["trainer.nnodes=2"], "is not built yet; set it to 1 to train on this machine"),
+        ([f"{R}.agent.num_workers=2", f"{R}.skip_rollout=true", f"{R}.name=rally"], "skip_rollout does not work with"),
+        (["trainer.node_heartbeat_timeout=5"], "node_heartbeat_timeout has no effect without Ray"),
+        (["trainer.nnodes=2", "trainer.launcher=local"], "launcher=local is for one machine, and trainer.nnodes=2"),
     ],
 )
 def test_what_is_for_one_gpu_is_one_sentence(words: list[str], told: str) -> None:
@@ -164,5 +253,5 @@ def test_a_policy_on_several_gpus_is_sampled_by_servers(monkeypatch: pytest.Monk
 def test_who_starts_no_ranks_says_so() -> None:
     config = load_config(overrides=[*TWO, "actor_rollout_ref.model.path=a/b", "data.train_files=pyproject.toml"])
     for start in (train, evaluate):
-        with pytest.raises(RunError, match=r"n_gpus_per_node=2 needs `rally train`, `rally sft` or rally\.distributed"):
+        with pytest.raises(RunError, match=r"n_gpus_per_node=2 need `rally train`, `rally sft` or rally\.distributed"):
             start(config)

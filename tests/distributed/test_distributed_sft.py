@@ -72,7 +72,7 @@ def test_what_is_for_one_gpu_is_one_sentence(word: str, told: str) -> None:
 
 def test_who_starts_no_ranks_says_so(tmp_path: Path) -> None:
     config = load_sft_config(overrides=TWO)
-    with pytest.raises(RunError, match="which start the other processes; leave it out here"):
+    with pytest.raises(RunError, match="which start the other processes; leave them out here"):
         sft_run.sft(config)
 
 

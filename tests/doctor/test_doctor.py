@@ -104,10 +104,10 @@ def test_a_check_that_crashes_is_a_line_and_the_rest_still_runs(
 
 
 def test_a_configuration_with_mistakes_is_looked_at_as_far_as_it_has_a_meaning(config_file: Path) -> None:
-    findings = list(examine(config_file, ["data.val_files=/no/such.parquet", "trainer.nnodes=2"]))
+    findings = list(examine(config_file, ["data.val_files=/no/such.parquet", f"{R}.repetition_penalty=1.1"]))
     wrong = [one.text for one in findings if one.check == "config"]
     assert any("/no/such.parquet does not exist" in text for text in wrong) and any(
-        "nnodes=2" in text for text in wrong
+        "repetition_penalty=1.1" in text for text in wrong
     )
     assert "12 training rows" in told(findings, "ok") and "there is no file /no/such.parquet" in told(findings, "error")
     assert {one.check for one in examine(None, ["data.nonsense=1"])} == {"config", "environment", "device"}
@@ -394,6 +394,9 @@ def test_a_machine_that_is_too_small_or_too_slow_is_told(find: Any, monkeypatch:
 
 
 def test_load_and_doctor_read_a_configuration_the_same_way(config_file: Path) -> None:
-    with pytest.raises(RallyError, match="nnodes=2"):
-        load_config(config_file, ["trainer.nnodes=2"])
-    assert "nnodes=2" in told(list(examine(config_file, ["trainer.nnodes=2", f"{M}.path=null"])), "error")
+    key = f"{R}.repetition_penalty=1.1"
+    with pytest.raises(RallyError, match=r"repetition_penalty=1\.1"):
+        load_config(config_file, [key])
+    assert "repetition_penalty=1.1" in told(
+        list(examine(config_file, [f"{R}.repetition_penalty=1.1", f"{M}.path=null"])), "error"
+    )

@@ -122,7 +122,7 @@ def test_each_launched_server_has_a_token_of_its_own(tmp_path: Path, monkeypatch
     for number, api in enumerate((Rally(), Vllm(), Sglang())):
         server = LaunchedServer(api, lambda folder, port: [], tmp_path / f"{number}.log", environment={"A": "b"})
         token = server._environment[TOKEN_VARIABLE]
-        assert server._headers == {"Authorization": f"Bearer {token}"} and len(token) > 40
+        assert server.headers == {"Authorization": f"Bearer {token}"} and len(token) > 40
         assert server._environment["A"] == "b"
         seen.add(token)
     assert len(seen) == 3 and "the user's" not in seen

@@ -19,7 +19,7 @@ from rally.demo.training_stages import small_model
 from rally.doctor.check_context import DoctorCase
 from rally.doctor.reward_function import reward
 from rally.doctor.rows import lengths, loops, rows
-from rally.envs import EnvError, Environment, EnvTurn
+from rally.envs import EnvError, Environment, EnvTurn, MatchEnd, SeatTurn
 from rally.models import attention
 from rally.runs.dry_run import dry_run
 from rally.runs.evaluate import evaluate
@@ -45,6 +45,35 @@ class Digit(Environment):
         self.tries += 1
         right = turn.reply == f"#### {self.digit}"
         return "No.", float(right), right or self.tries == 2, {"tries": self.tries}
+
+
+class HigherDigit(Environment):
+    """Each of two seats names a digit; the higher one wins. Alone, a digit above 4 wins."""
+
+    def seats(self) -> int:
+        return 2
+
+    def start(self, row: Mapping[str, Any], seed: int) -> SeatTurn:
+        self.named: list[int] = []
+        return SeatTurn(seat=0, observation="Which?")
+
+    def play(self, turn: EnvTurn) -> SeatTurn | MatchEnd:
+        self.named.append(digit_of(turn))
+        if len(self.named) == 1:
+            return SeatTurn(seat=1, observation="Which?")
+        won = float((self.named[0] > self.named[1]) - (self.named[0] < self.named[1]))
+        return MatchEnd(rewards={0: won, 1: -won}, info={s: {"digit": self.named[s]} for s in (0, 1)})
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> tuple[str, list[Any]]:
+        return "Which?", []
+
+    def step(self, turn: EnvTurn) -> tuple[str, float, bool, dict[str, Any]]:
+        return "", float(digit_of(turn) > 4), True, {}
+
+
+def digit_of(turn: EnvTurn) -> int:
+    named = turn.reply.removeprefix("#### ")
+    return int(named) if named.isdigit() and len(named) == 1 else -1
 
 
 @pytest.fixture(scope="module")
@@ -132,3 +161,19 @@ def test_the_doctor_reads_the_rows_of_environments(model: Path, tmp_path: Path) 
     found = [finding for check in (rows, loops, lengths, reward) for finding in check(case)]
     assert {finding.status for finding in found} == {"ok"}
     assert any("asks 'Which?'" in finding.text for finding in found)
+
+
+def test_self_play_learns_in_lockstep_with_a_group_for_each_seat(model: Path, tmp_path: Path) -> None:
+    name = f"{__name__}.HigherDigit"
+    train(config_of(model, tmp_path, 6, f"env.name={name}", "trainer.val_before_train=true"), Paper().console)
+    folder = RunFolder(tmp_path)
+    first, last = (list(folder.read_episodes(step)) for step in (1, 6))
+    assert len(first) == 4 * 6 * 2 and len({e.group for e in first}) == 4 * 2
+    assert all(len({e.task.row["seat"] for e in first if e.group == g}) == 1 for g in {e.group for e in first})
+    assert sum(e.reward or 0.0 for e in first) == 0.0, "what one seat wins the other loses"
+    digits = [fmean(e.extra["environment"]["info"][-1]["digit"] for e in some) for some in (first, last)]
+    assert digits[1] > digits[0] + 1.5, digits
+    apart = ("trainer.v1.trainer_mode=colocate_async", "actor_rollout_ref.rollout.deterministic=false")
+    for keys in (apart, ("algorithm.filter_groups.enable=true",)):
+        with pytest.raises(EnvError, match="several trained seats"):
+            train(config_of(model, tmp_path / "x", 1, f"env.name={name}", *keys), Paper().console)

@@ -106,13 +106,31 @@ def test_programs_and_names_are_few_tokens(example: ModuleType) -> None:
     assert tokenizer.decode(ids) == text and len(ids) < len(text) / 2
 
 
-def short(agent: ModuleType, lessons: Mapping[str, Any], out: Path) -> CourseResult:
+LESS = {"gate": 0.0, "habit_steps": 20, "habit_batch": 16, "rehearsals": 8, "grpo_steps": 6, "prompts": 8}
+LEAST = {**LESS, "habit_steps": 1, "habit_batch": 2, "rehearsals": 1, "grpo_steps": 1, "prompts": 2}
+
+
+def short(agent: ModuleType, lessons: Mapping[str, Any], out: Path, *keys: str) -> CourseResult:
     """The example with smaller batches and fewer steps."""
-    less = {"gate": 0.0, "habit_steps": 20, "habit_batch": 16, "rehearsals": 8, "grpo_steps": 6, "prompts": 8}
     with (out / "console.txt").open("w", encoding="utf-8") as paper:
         console = RunConsole(Console(file=paper, width=200, highlight=False))
-        overrides = ["actor_rollout_ref.actor.optim.lr=5e-4", "reward.num_workers=1"]
-        return agent.learn(out, replace(agent.SETTINGS, **less, **lessons), console, overrides)
+        overrides = ["actor_rollout_ref.actor.optim.lr=5e-4", "reward.num_workers=1", *keys]
+        return agent.learn(out, replace(agent.SETTINGS, **{**LESS, **lessons}), console, overrides)
+
+
+@pytest.mark.parametrize("name, world", [("search_agent", "facts"), ("code_agent", "sums")], ids=["search", "code"])
+def test_all_stages_run_with_the_real_services(
+    name: str, world: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES / name))
+    monkeypatch.setattr(importlib.import_module(world), "GATE_ROWS", 2)
+    monkeypatch.setattr(importlib.import_module(world), "TEST_ROWS", 2)
+    monkeypatch.setenv("RETRIEVAL_URL", "")
+    agent = importlib.import_module(name)
+    few = ("data.max_response_length=24", "actor_rollout_ref.rollout.n=2")
+    result = short(agent, {**LEAST, "clean_blocks": (2,), "batch": 2}, tmp_path, *few)
+    assert result.before.keys() == result.after.keys() and "sampled" in result.after
+    assert len(RunFolder(tmp_path).read_metrics()) >= 1
 
 
 @pytest.mark.slow
@@ -124,6 +142,7 @@ def short(agent: ModuleType, lessons: Mapping[str, Any], out: Path) -> CourseRes
     ],
     ids=["search", "code"],
 )
+@pytest.mark.long
 def test_reward_rises_with_the_real_services(
     name: str, world: str, lessons: Mapping[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

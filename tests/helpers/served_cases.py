@@ -5,17 +5,26 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import httpx
 import torch
+import uvicorn
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from rally.chat import ChatCodec, tiny_tokenizer
+from rally.engines import EmbeddedEngine, EngineSettings
+from rally.engines.remote import Rally, ServerReplica
+from rally.services.admission import Served
+from rally.services.engine import create_app
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "tiny"
+TOKEN = "a token of the tests"
 HIDDEN = ("--hidden-tools",)  # the tiny template does not show them
 QUESTION = [{"role": "user", "content": "What is 12*3?"}]
 CALL = {"name": "calculator", "arguments": {"expression": "12*3"}}
@@ -103,3 +112,34 @@ class EngineProcess:
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
+
+
+class ServedModel:
+    """Rally's own server over HTTP, in a thread."""
+
+    def __init__(self, model: PreTrainedModel, max_model_len: int = 64) -> None:
+        self.engine = EmbeddedEngine(model, EngineSettings(max_model_len=max_model_len, max_num_seqs=16))
+        served = Served(engine=self.engine, tokenizer=tiny_tokenizer(), name="tiny")
+        app = create_app(served, TOKEN, accepts_weights=True)
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self._server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error"))
+        self._thread = Thread(target=self._server.run, daemon=True)
+
+    def replica(self) -> ServerReplica:
+        return ServerReplica(self.url, Rally(), token=TOKEN)
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        return self.engine.core.model.state_dict()
+
+    @contextmanager
+    def running(self) -> Iterator["ServedModel"]:
+        self._thread.start()
+        while not self._server.started:
+            time.sleep(0.01)
+        try:
+            yield self
+        finally:
+            self._server.should_exit = True
+            self._thread.join()

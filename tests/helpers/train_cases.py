@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from rich.console import Console
 from small_models import VOCABULARY
@@ -246,20 +245,6 @@ def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-@pytest.fixture(scope="session")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("home")
-    write_model(folder / "model")
-    write_tasks(folder)
-    write_reward(folder)
-    return folder
-
-
-@pytest.fixture
-def paper() -> Paper:
-    return Paper()
 
 
 @contextmanager

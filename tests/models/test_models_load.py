@@ -5,11 +5,21 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 from small_models import make_model
+from tokenizers.pre_tokenizers import ByteLevel
 from train_cases import Paper, run_config, write_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+)
 
 from rally.chat import ChatCodec, tiny_tokenizer
 from rally.demo.training_stages import small_model
@@ -40,6 +50,55 @@ def test_the_tokenizer_file_beats_the_class_that_the_model_family_suggests(tmp_p
     assert AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"] != expected, "the trap is gone; drop the check"
 
 
+def write_gguf(model: PreTrainedModel, file: Path) -> None:
+    """A Qwen2 as llama.cpp's converter writes it, with a token for each byte, one merge, and two ends."""
+    config, writer = model.config, gguf.GGUFWriter(str(file), "qwen2")
+    writer.add_name("tiny")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    tokens = [*sorted(ByteLevel.alphabet()), "ab", "<|endoftext|>", "<|im_end|>"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([1] * 257 + [3, 3])
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(257)
+    writer.add_eos_token_id(258)
+    writer.add_chat_template("{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '<|im_end|>' }}{% endfor %}")
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, config.num_hidden_layers)
+    for name, weight in model.state_dict().items():
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), weight.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_gguf_file_has_the_model_and_the_tokenizer(tmp_path):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = Qwen2Config(vocab_size=259, num_key_value_heads=2, max_position_embeddings=64, **sizes)
+    written = Qwen2ForCausalLM(config).eval()
+    write_gguf(written, tmp_path / "tiny.gguf")
+    path = str(tmp_path / "tiny.gguf")
+    model, tokenizer = load_model(path), load_tokenizer(path)
+    text = "ab: 12*34 é"
+    ids = torch.tensor([tokenizer(text)["input_ids"]])
+    assert tokenizer.decode(ids[0]) == text and len(ids[0]) == len(text.encode()) - 1
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, written(ids).logits)
+        model.save_pretrained(tmp_path / "saved")
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+        assert torch.equal(model(ids).logits, again(ids).logits)
+
+
+@pytest.mark.long
 def test_a_real_gguf_model_loads_answers_and_saves(tmp_path):
     if not GGUF.is_file():
         reason = f"no {GGUF.name} in models/ (make models)"

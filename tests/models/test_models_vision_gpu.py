@@ -58,7 +58,7 @@ def test_training_has_the_gradients_of_the_ordinary_forward(family: str) -> None
     ours_M.sum().backward()
     theirs = []
     for row in batch:
-        logp = torch.log_softmax(full_logits(plain, row.ids, row.images), -1)
+        logp = torch.log_softmax(full_logits(plain, row.ids.tolist(), row.images), -1)
         theirs += [logp[p - 1, row.ids[p]] for p in row.sampled]
     theirs_M = torch.stack(theirs)
     theirs_M.sum().backward()

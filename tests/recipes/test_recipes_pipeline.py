@@ -4,6 +4,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from recipes.recipe_cases import ADAPTERS, SMALL_TRAIN
@@ -112,19 +113,55 @@ def test_files_of_the_user_are_not_made(tmp_path: Path, monkeypatch: pytest.Monk
     assert lines("gsm8k_tool", own) == []
 
 
+def small_run(out: Path) -> list[str]:
+    """The words of `rally run triage` at a small scale."""
+    other = ("critic", "algorithm", "reward_model", "data.gen", "trainer.critic", "data.curriculum")
+    return [
+        "run",
+        "triage",
+        *(key for key in SMALL_TRAIN if not key.startswith(other)),
+        f"trainer.default_local_dir={out}",
+    ]
+
+
+class Here:
+    """A stage in this process instead of one of its own."""
+
+    def __init__(self, command: list[str]) -> None:
+        assert command[:3] == [sys.executable, "-m", "rally"]
+        self.words = command[3:]
+
+    def wait(self) -> int:
+        return CliRunner().invoke(app, self.words, catch_exceptions=False).exit_code
+
+
+def check_first(said: str, out: Path) -> dict[Path, int]:
+    assert "training: rally train --recipe triage" in said.replace("\n", " ") and "where to look" in said
+    [evaluated] = out.glob("eval/global_step_2/eval/metrics.jsonl")
+    assert any("val-core" in name for name in RunFolder(evaluated.parent).read_metrics()[0].metrics)
+    return {path: path.stat().st_mtime_ns for path in out.rglob("*.jsonl")}
+
+
+def test_stages_run_in_order_and_not_twice(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(home)
+    monkeypatch.setattr("rally.cli.run.subprocess", SimpleNamespace(Popen=Here))
+    first = CliRunner().invoke(app, small_run(tmp_path), catch_exceptions=False)
+    assert first.exit_code == 0, first.output
+    before = check_first(first.output, tmp_path)
+    second = CliRunner().invoke(app, small_run(tmp_path), catch_exceptions=False)
+    assert second.exit_code == 0 and "training: already done" in second.output.replace("\n", " ")
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.jsonl")} == before
+    with pytest.raises(RallyError, match=r"a run with other settings \(data.seed\)"):
+        CliRunner().invoke(app, [*small_run(tmp_path), "data.seed=5"], catch_exceptions=False)
+
+
 @pytest.mark.slow
+@pytest.mark.long
 def test_one_command_trains_and_evaluates_and_a_second_one_does_nothing(home: Path, tmp_path: Path) -> None:
-    small = [key for key in SMALL_TRAIN if not key.startswith(("critic", "algorithm", "reward_model", "data.gen"))]
-    keys = [key for key in small if "curriculum" not in key and "critic" not in key]
-    command = [sys.executable, "-m", "rally", "run", "triage", *keys, f"trainer.default_local_dir={tmp_path}"]
+    command = [sys.executable, "-m", "rally", *small_run(tmp_path)]
     first = subprocess.run(command, cwd=home, capture_output=True, text=True)
     assert first.returncode == 0, first.stdout + first.stderr
-    assert (
-        "training: rally train --recipe triage" in first.stdout.replace("\n", " ") and "where to look" in first.stdout
-    )
-    [evaluated] = tmp_path.glob("eval/global_step_2/eval/metrics.jsonl")
-    assert any("val-core" in name for name in RunFolder(evaluated.parent).read_metrics()[0].metrics)
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.jsonl")}
+    before = check_first(first.stdout, tmp_path)
     second = subprocess.run(command, cwd=home, capture_output=True, text=True)
     assert second.returncode == 0 and "training: already done" in second.stdout.replace("\n", " ")
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.jsonl")} == before

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -145,3 +146,18 @@ def test_a_reward_model_that_cannot_be_used_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         run_config(home, tmp_path, *keys)
+
+
+def test_a_conversation_that_is_not_shown_whole_is_an_error() -> None:
+    silent = tiny_tokenizer()
+    silent.chat_template = "{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}"
+
+    async def scored(tokenizer: PreTrainedTokenizerBase, one: Episode) -> Score:
+        async with ClassifierScorer(lambda: (classifier(), tokenizer), ClassifierSettings()) as scorer:
+            return await scorer.score(one)
+
+    left = asyncio.run(scored(silent, episode("5")))
+    assert "leaves out a message of the role user" in str(left.error)
+    picture = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}
+    seen = replace(episode("5"), task=Task(id="0", data_source="any", prompt=(picture,)))
+    assert "has images, and the reward model reads text only" in str(asyncio.run(scored(tiny_tokenizer(), seen)).error)

@@ -55,7 +55,7 @@ async def test_it_is_a_whole_script_threads_exit_handlers_and_processes_included
         "def double(x): return 2 * x\n"
         "if __name__ == '__main__':\n"
         "    atexit.register(print, 'last')\n"
-        "    threading.Thread(target=lambda: (time.sleep(0.05), print('thread'))).start()\n"
+        "    threading.Thread(target=lambda: (time.sleep(0.05), print('thread', flush=True))).start()\n"
         "    with multiprocessing.Pool(2) as pool: print(pool.map(double, [1, 2]))\n"
         "    print(os.path.basename(__main__.__file__), os.getcwd())"
     )

@@ -80,9 +80,9 @@ def test_a_message_that_mentions_the_tool_does_not_count_as_showing_it() -> None
     [
         {"tool_choice": "required"},
         {"tool_choice": {"type": "function", "function": {"name": "calculator"}}},
-        {"parallel_tool_calls": False},
-        {"response_format": {"type": "json_object"}},
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}},
+        {"tool_choice": {"type": "custom", "custom": {"name": "calculator"}}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+        {"response_format": {"type": "grammar"}},
         {"top_logprobs": 2, "logprobs": True},
         {"logit_bias": {"5": 1}},
         {"frequency_penalty": 0.1},
@@ -124,6 +124,7 @@ def test_templates_of_real_models_that_show_tools_are_not_refused(shared: Path, 
         assert left_out(codec, messages) is None
 
 
+@pytest.mark.long
 def test_the_template_of_smollm2_drops_tools() -> None:
     model = ROOT / "models" / "smollm2-135m.gguf"
     if not model.exists():

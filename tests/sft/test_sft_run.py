@@ -64,8 +64,8 @@ def rows(codec: ChatCodec, count: int) -> list[Row]:
 
 def test_exactly_the_assistant_turns_are_learned(codec: ChatCodec) -> None:
     row = conversation_row(codec, conversation(PROBLEM, "good", random.Random(0)), SETTINGS)
-    learned = codec.decode([row.ids[i] for i in row.sampled])
-    others = codec.decode([t for i, t in enumerate(row.ids) if i not in set(row.sampled)])
+    learned = codec.decode(row.ids[row.sampled].tolist())
+    others = codec.decode(row.ids[~row.mask].tolist())
     call = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "2+3*4"}}\n</tool_call>'
     assert learned.replace("<|im_end|>", "|") in (f"{call}|#### 14|", f"{call.replace(chr(10), '')}|#### 14|")
     assert "What is 2+3*4?" in others and "<tool_response>14</tool_response>" in others and "####" not in others
@@ -78,7 +78,7 @@ def test_the_loss_is_the_mean_over_assistant_tokens(codec: ChatCodec, sft_home: 
     terms = []
     for row in given:
         with torch.no_grad():
-            logp = torch.log_softmax(plain(input_ids=torch.tensor([row.ids])).logits[0], -1)
+            logp = torch.log_softmax(plain(input_ids=torch.tensor([row.ids.tolist()])).logits[0], -1)
         terms += [-logp[i - 1, row.ids[i]].item() for i in row.sampled]
     expected = sum(terms) / len(terms)
     assert sft_loss(one, given, SETTINGS) == pytest.approx(expected, abs=1e-5)
@@ -114,9 +114,9 @@ def test_a_conversation_too_long_follows_truncation(codec: ChatCodec) -> None:
         conversation_row(codec, messages, SftSettings(batch_size=1, max_length=most), label="7")
     left = conversation_row(codec, messages, SftSettings(batch_size=1, max_length=most, truncation="left"))
     right = conversation_row(codec, messages, SftSettings(batch_size=1, max_length=most, truncation="right"))
-    assert left.ids == full.ids[10:] and right.ids == full.ids[:most]
-    assert [left.ids[i] for i in left.sampled] == [full.ids[i] for i in full.sampled]
-    assert right.sampled == tuple(i for i in full.sampled if i < most)
+    assert left.ids.tolist() == full.ids[10:].tolist() and right.ids.tolist() == full.ids[:most].tolist()
+    assert left.ids[left.sampled].tolist() == full.ids[full.sampled].tolist()
+    assert right.sampled.tolist() == [i for i in full.sampled if i < most]
 
 
 def test_a_batch_with_nothing_to_learn_is_an_error(codec: ChatCodec, sft_home: Path) -> None:

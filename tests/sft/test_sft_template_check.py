@@ -162,7 +162,7 @@ def test_a_mask_that_is_off_by_one_is_found(
 ) -> None:
     row = conversation_row(tiny, RETOOL, WHOLE)
     compare(tiny, RETOOL, row)
-    at = wrong(row.sampled)
+    at = wrong(tuple(row.sampled.tolist()))
     with pytest.raises(SftDifference, match="differs from the episode"):
         compare(tiny, RETOOL, replace(row, sampled=at, logprobs=(0.0,) * len(at)))
     with pytest.raises(SftDifference, match=r"\[the end\]"):

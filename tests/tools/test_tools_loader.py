@@ -226,7 +226,7 @@ def test_a_function_by_class_name(project: Path) -> None:
         ("tools: [{class_name: Tool}]", "must be written as package.module.Class"),
         ("tools: [{class_name: json.Tool}]", "module json has no 'Tool'"),
         ("tools: [{class_name: json.JSONDecoder}]", "tool class JSONDecoder has no method execute"),
-        ("tools: [{class_name: broken.Tool}]", "module broken cannot be imported: ZeroDivisionError"),
+        ("tools: [{class_name: dividing.Tool}]", "module dividing cannot be imported: ZeroDivisionError"),
         ("tools: [{class_name: foreign.Tool}]", "lists the verl names that Rally provides"),
         ("tools: [{class_name: bare.Bare}]", "tool class Bare has no schema: write tool_schema"),
         ("tools: [{class_name: bare.Fussy, tool_schema: {name: f}}]", "the constructor failed: KeyError: 'url'"),
@@ -257,7 +257,7 @@ def test_a_function_by_class_name(project: Path) -> None:
     ],
 )
 def test_every_mistake_has_its_sentence(project: Path, yaml: str, sentence: str) -> None:
-    write(project / "broken.py", "1 / 0")
+    write(project / "dividing.py", "1 / 0")
     write(project / "foreign.py", "from verl.tools.base_tool import Hammer")
     bare = (
         "class Bare(BaseTool): ...\nclass Fussy(BaseTool):\n    def __init__(self, config, tool_schema): config['url']"

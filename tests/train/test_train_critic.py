@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from small_models import FAMILIES, make_model
@@ -96,7 +97,7 @@ def test_a_new_critic_expects_nothing() -> None:
 @pytest.mark.parametrize("credit", CREDITS, ids=lambda credit: credit.estimator)
 def test_the_value_gradient_is_that_of_a_padded_forward(credit: CreditSettings) -> None:
     batch = critic_on(model := opinionated()).judge(uneven_episodes(), credit, None).critic
-    batch = replace(batch, rows=[replace(row, values=tuple(v + 0.3 for v in row.values)) for row in batch.rows])
+    batch = replace(batch, rows=[replace(row, values=row.values + np.float32(0.3)) for row in batch.rows])
     torch.manual_seed(0)
     expected_model = opinionated()
     old, returns = (torch.tensor([x for r in batch.rows for x in getattr(r, n)]) for n in ("values", "returns"))
@@ -143,8 +144,8 @@ def test_with_the_same_values_nothing_observed_changes_an_advantage(credit: Cred
     assert [s.ids for e in episodes for s in e.segments] != [s.ids for e in others for s in e.segments]
     critic = critic_on(with_value_head(make_model().base_model))  # its values are 0 everywhere
     first, second = (critic.judge(some, credit, None) for some in (episodes, others))
-    assert [row.advantages for row in first.policy.rows] == [row.advantages for row in second.policy.rows]
-    assert [row.returns for row in first.critic.rows] == [row.returns for row in second.critic.rows]
+    assert [row.advantages.tolist() for row in first.policy.rows] == [r.advantages.tolist() for r in second.policy.rows]
+    assert [row.returns.tolist() for row in first.critic.rows] == [row.returns.tolist() for row in second.critic.rows]
     assert first.critic.tokens_N.tolist() == second.critic.tokens_N.tolist()
 
 
@@ -153,7 +154,7 @@ def test_an_episode_is_one_chain_over_its_segments() -> None:
     two = episode("a", "a", 1.0, segment(rng, "ss"), segment(rng, "s"))
     critic = critic_on(with_value_head(make_model().base_model))
     rows = critic.judge([two], CreditSettings(estimator="gae", gamma=0.5), None).critic.rows
-    assert [row.returns for row in rows] == [(0.25, 0.5), (1.0,)]
+    assert [row.returns.tolist() for row in rows] == [[0.25, 0.5], [1.0]]
 
 
 def test_a_critic_learns_what_to_expect() -> None:

@@ -97,7 +97,7 @@ def check_saved(path: Path) -> None:
     """Every row with an advantage is saved with its values."""
     saved, told = load_file(path), json.loads(path.with_suffix(".json").read_text())
     lengths = saved["lengths_R"].tolist()
-    expected = {row.ids: row for row in build_batch(uneven_episodes()).rows if any(row.advantages)}
+    expected = {tuple(row.ids.tolist()): row for row in build_batch(uneven_episodes()).rows if row.advantages.any()}
     assert len(lengths) == len(expected)
     cut = (saved[name].split(lengths) for name in ("ids_T", "sampled_T"))
     counts = [int(mask.sum()) for mask in saved["sampled_T"].split(lengths)]
@@ -105,7 +105,7 @@ def check_saved(path: Path) -> None:
     for number, ids, mask, advantages, old, losses in zip(saved["episode_R"].tolist(), *cut, *per_token, strict=True):
         row = expected[tuple(ids.tolist())]
         assert row.episode == number and told["sources"][str(number)] == {"id": uneven_episodes()[number].id}
-        assert tuple(mask.nonzero()[:, 0].tolist()) == row.sampled
+        assert mask.nonzero()[:, 0].tolist() == row.sampled.tolist()
         assert advantages.tolist() == pytest.approx(row.advantages) and old.tolist() == pytest.approx(row.logprobs)
         assert losses.isfinite().all() and losses.abs().sum() > 0
     assert told["not_finite"]["losses_M"] == 0 and "the gradient norm is" in told["problem"]

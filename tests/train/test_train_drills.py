@@ -145,7 +145,7 @@ FAULTS = """
 
         async def block(self):
             from rally.tools.invoke import call
-            await call(time.sleep, 12)
+            await call(time.sleep, 20)
 
         async def crash(self):
             ran = await run_process(["sh", "-c", "kill -9 $$"])
@@ -191,12 +191,12 @@ def test_every_fault_at_once(drill: Callable[..., Stepped]) -> None:
         return [{"how": plan[episode]}] if turn == 0 else []
 
     tools = (
-        f"tools: [{{class_name: MODULE.Drill, process: false, limits: {{timeout: 8}}, tool_schema: {FAULT_SCHEMA}}}]"
+        f"tools: [{{class_name: MODULE.Drill, process: false, limits: {{timeout: 15}}, tool_schema: {FAULT_SCHEMA}}}]"
     )
     stepped = drill(tools, script, code=FAULTS)
     check_nothing_lost(stepped)
     flood = "x" * 20 + "[99999960 characters cut]" + "x" * 20
-    late = "Error: drill did not answer within 8 seconds."
+    late = "Error: drill did not answer within 15 seconds."
     gone = "Error: AttributeError: 'Drill' object has no attribute 'nothing'"
     gone = gone[:20] + f"[{len(gone) - 40} characters cut]" + gone[-20:]
     crashed = '{"error": "it ended with -9"}'

@@ -37,7 +37,7 @@ from rally.types import Episode
 pytestmark = pytest.mark.slow
 
 STEPS = 10
-SEEDS = (1, 2, 3)
+SEEDS = (1, *(pytest.param(seed, marks=pytest.mark.long) for seed in (2, 3)))
 
 
 def teach(model: PreTrainedModel, codec: ChatCodec, mix: Mapping[Habit, float], steps: int, lr: float) -> None:
@@ -74,8 +74,8 @@ def pupil(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def rise(pupil: Path, out: Path, seed: int, *overrides: str) -> float:
-    """Mean reward of the last three steps less that of the first two."""
+def learn(pupil: Path, out: Path, seed: int, *overrides: str) -> list[float]:
+    """Train; the mean reward of each step."""
     tree: dict[str, Any] = {
         "data": {
             "train_files": str(pupil / "train.parquet"),
@@ -92,7 +92,12 @@ def rise(pupil: Path, out: Path, seed: int, *overrides: str) -> float:
         "trainer": {"default_local_dir": str(out), "total_training_steps": STEPS, "seed": seed},
     }
     train(load_config(base=tree, overrides=list(overrides)), Paper().console)
-    rewards = [row.metrics["critic/rewards/mean"] for row in RunFolder(out).read_metrics()]
+    return [row.metrics["critic/rewards/mean"] for row in RunFolder(out).read_metrics()]
+
+
+def rise(pupil: Path, out: Path, seed: int, *overrides: str) -> float:
+    """Mean reward of the last three steps less that of the first two."""
+    rewards = learn(pupil, out, seed, *overrides)
     assert len(rewards) == STEPS and 0.05 < rewards[0] < 0.6, f"the start must leave room: {rewards}"
     return fmean(rewards[-3:]) - fmean(rewards[:2])
 
@@ -102,18 +107,31 @@ def test_training_raises_the_reward(pupil: Path, tmp_path: Path, seed: int) -> N
     assert rise(pupil, tmp_path, seed) > 0.25
 
 
-def test_training_through_the_gateway_raises_the_reward(pupil: Path, tmp_path: Path) -> None:
-    rollout = "actor_rollout_ref.rollout"
-    agent = Path(__file__).with_name("calculator_agent.py")
-    names = (
-        f"{rollout}.agent_loop_config.tools=[]",
-        f"{rollout}.agent_loop_class=rally.gateway.BlackBoxAgentLoop",
-        f"{rollout}.agent_loop_config.agent={agent}:run",
-    )
-    assert rise(pupil, tmp_path, 1, *names) > 0.25
-    last = RunFolder(tmp_path).read_metrics()[-1].metrics
-    assert last["agent/tool_calls/mean"] > 0.5 and last["agent/segments/max"] == 1
+ROLLOUT = "actor_rollout_ref.rollout"
+GATEWAY = (
+    f"{ROLLOUT}.agent_loop_config.tools=[]",
+    f"{ROLLOUT}.agent_loop_class=rally.gateway.BlackBoxAgentLoop",
+    f"{ROLLOUT}.agent_loop_config.agent={Path(__file__).with_name('calculator_agent.py')}:run",
+)
+
+
+def check_gateway(run: Path) -> None:
+    last = RunFolder(run).read_metrics()[-1].metrics
+    assert last["agent/tool_calls/mean"] > 0 and last["agent/segments/max"] == 1
     assert last["actor/rollout_mismatch_kl"] < 1e-6 and last["failures/loop"] == 0
+
+
+def test_training_through_the_gateway_trains_on_what_was_sampled(pupil: Path, tmp_path: Path) -> None:
+    less = ("trainer.total_training_steps=2", "data.train_batch_size=2")
+    assert len(learn(pupil, tmp_path, 1, *GATEWAY, *less)) == 2
+    check_gateway(tmp_path)
+
+
+@pytest.mark.long
+def test_training_through_the_gateway_raises_the_reward(pupil: Path, tmp_path: Path) -> None:
+    assert rise(pupil, tmp_path, 1, *GATEWAY) > 0.25
+    check_gateway(tmp_path)
+    assert RunFolder(tmp_path).read_metrics()[-1].metrics["agent/tool_calls/mean"] > 0.5
 
 
 MODE, WEIGHTS = "actor_rollout_ref.actor.policy_loss.loss_mode", "actor_rollout_ref.actor.loss_agg_mode"
@@ -123,10 +141,19 @@ MODE, WEIGHTS = "actor_rollout_ref.actor.policy_loss.loss_mode", "actor_rollout_
     "overrides",
     [
         ("algorithm.adv_estimator=rloo", f"{MODE}=cispo"),
-        ("algorithm.adv_estimator=reinforce_plus_plus", f"{MODE}=sapo"),
-        ("algorithm.turn_rewards=returns", "algorithm.gamma=0.9", "algorithm.rollout_correction.rollout_is=token"),
         ("algorithm.adv_estimator=gae", "critic={optim: {lr: 1e-3}, ppo_mini_batch_size: 2}", "algorithm.lam=0.95"),
-        ("algorithm.adv_estimator=gigpo", f"{MODE}=gspo", f"{WEIGHTS}=seq-mean-token-mean"),
+        *(
+            pytest.param(overrides, marks=pytest.mark.long)
+            for overrides in (
+                ("algorithm.adv_estimator=reinforce_plus_plus", f"{MODE}=sapo"),
+                (
+                    "algorithm.turn_rewards=returns",
+                    "algorithm.gamma=0.9",
+                    "algorithm.rollout_correction.rollout_is=token",
+                ),
+                ("algorithm.adv_estimator=gigpo", f"{MODE}=gspo", f"{WEIGHTS}=seq-mean-token-mean"),
+            )
+        ),
     ],
     ids=lambda overrides: overrides[0].rpartition("=")[2],
 )

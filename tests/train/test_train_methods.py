@@ -80,7 +80,7 @@ def padded_gradient(batch: TrainBatch, settings: UpdateSettings) -> Gradients:
         batch.advantages_M,
         torch.tensor([i for i, row in enumerate(rows) for _ in row.sampled]),
         len(rows),
-        torch.tensor([m for row in rows for m in row.marked or (False,) * len(row.sampled)]),
+        torch.tensor([m for row in rows for m in (row.marked if len(row.marked) else (False,) * len(row.sampled))]),
     )
     weights_N = losses.token_weights(batch.tokens_N, settings.aggregation, settings.loss_scale)
     weights_M = weights_N[torch.tensor([row.episode for row in rows for _ in row.sampled])]
@@ -143,7 +143,8 @@ def test_tool_rewards_land_on_the_turn_that_called() -> None:
     assert rows[0].advantages == pytest.approx([0.3, 0.3, 0.3])
     assert rows[1].advantages == pytest.approx([-0.2, 0.3, -0.7, -0.7])
     assert (
-        build_batch(episodes).rows[1].advantages == build_batch(episodes, CreditSettings(gamma=0.1)).rows[1].advantages
+        build_batch(episodes).rows[1].advantages.tolist()
+        == build_batch(episodes, CreditSettings(gamma=0.1)).rows[1].advantages.tolist()
     )
 
 
@@ -218,7 +219,7 @@ def test_bypass_mode_rejects_by_the_policy_of_each_mini_batch_and_keeps_the_samp
     with torch.no_grad():
         logp_M = padded_logprobs(model, batch, 1.0)
     rows, _ = corrected_rows(batch.rows, logp_M, chosen)
-    assert [row.logprobs for row in rows] == [row.logprobs for row in batch.rows]
+    assert [row.logprobs.tolist() for row in rows] == [row.logprobs.tolist() for row in batch.rows]
     assert_equal(gradient(batch, settings), gradient(replace(batch, rows=rows), settings_of("vanilla")))
     step = replace(settings, mini_batch_groups=1)
     metrics = update_policy(KeepingPolicy(calm_model()), batch, step)
@@ -239,7 +240,7 @@ def test_rejected_tokens_have_no_policy_gradient_and_are_counted() -> None:
     logp_M[0] += 1.0
     chosen = CorrectionSettings(rejections=(("token_k1", 0.5, 2.0),))
     rows, metrics = corrected_rows(batch.rows, logp_M, chosen)
-    assert rows[0].weights[:2] == (0.0, 1.0) and rows[0].logprobs[0] == pytest.approx(float(logp_M[0]))
+    assert rows[0].weights[:2].tolist() == [0.0, 1.0] and rows[0].logprobs[0] == pytest.approx(float(logp_M[0]))
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(1 / len(logp_M))
 
 

@@ -1,9 +1,11 @@
 """Shared prefixes of rows are computed once, and the gradients do not change."""
 
+import itertools
 import random
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,7 +18,8 @@ from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 from rally.models import attention
 from rally.train.forward import fused_layers as packed_module
 from rally.train.forward.logprobs import token_logprobs
-from rally.train.packing import KEYS_PER_TOKEN, PackedRows, Row, micro_batches, pack
+from rally.train.packing import CHUNK, KEYS_PER_TOKEN, PackedRows, Row, micro_batches, pack, shared
+from rally.types import Image, ImageSpan
 
 CPU = torch.device("cpu")
 
@@ -40,7 +43,7 @@ def group(rng: random.Random, prompt: int, answers: list[int]) -> list[Row]:
 
 def beginnings(rows: list[Row]) -> int:
     """The number of distinct prefixes, which is the number of tokens to compute."""
-    return len({r.inputs[: n + 1] for r in rows for n in range(len(r.inputs))})
+    return len({tuple(r.inputs[: n + 1].tolist()) for r in rows for n in range(len(r.inputs))})
 
 
 def histories(packed: PackedRows) -> list[list[int]]:
@@ -158,12 +161,12 @@ def test_every_token_is_there_once_and_every_row_can_be_read_back(
     packed = pack(batch, CPU)
     assert len(packed.ids_T) == sum(packed.queries) == beginnings(rows)
     read = {tuple(ids) for ids in histories(packed)}
-    assert all(any(one[: len(r.inputs)] == r.inputs for one in read) for r in rows)
-    assert read <= {r.inputs for r in rows}
+    assert all(any(one[: len(r.inputs)] == tuple(r.inputs.tolist()) for one in read) for r in rows)
+    assert read <= {tuple(r.inputs.tolist()) for r in rows}
     targets = packed.targets_U[packed.pair_M].tolist()
     assert targets == [r.ids[p] for r in batch for p in r.sampled]
     assert packed.positions_T[packed.predict_U][packed.pair_M].tolist() == [p - 1 for r in batch for p in r.sampled]
-    assert len(packed.predict_U) == len({r.ids[: p + 1] for r in rows for p in r.sampled})
+    assert len(packed.predict_U) == len({tuple(r.ids[: p + 1].tolist()) for r in rows for p in r.sampled})
 
 
 def test_a_row_that_is_there_twice_is_computed_once() -> None:
@@ -219,3 +222,59 @@ def test_a_group_is_not_cut_where_another_place_will_do() -> None:
 
 def test_rows_that_sampled_nothing_are_left_out() -> None:
     assert list(micro_batches([Row(ids=(1, 2), sampled=(), logprobs=(), episode=0)], 10)) == []
+
+
+def shared_slowly(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def divided_slowly(rows: list[Row], max_tokens: int, max_rows: int | None) -> list[list[int]]:
+    """The specification of `micro_batches`, over tuples: the episodes of each batch."""
+    order = sorted((tuple(r.inputs.tolist()), i) for i, r in enumerate(rows) if r.sampled.size)
+    shares = [0, *(shared_slowly(a, b) for (a, _), (b, _) in itertools.pairwise(order))]
+    batches: list[list[int]] = []
+    first = 0
+    while first < len(order):
+        end, tokens, keys = first + 1, len(order[first][0]), len(order[first][0])
+        while end < min(len(order), first + (max_rows or len(order))):
+            tokens, keys = tokens + len(order[end][0]) - shares[end], keys + len(order[end][0])
+            if tokens > max_tokens or keys > KEYS_PER_TOKEN * max_tokens:
+                break
+            end += 1
+        if end < len(order):
+            places = range(first + 1 + (end - first) // 2, end + 1)
+            end = min(places, key=lambda i: (shares[i], -i), default=end)
+        batches.append([i for _, i in order[first:end]])
+        first = end
+    return batches
+
+
+IMAGES = [Image(hash=Image.hash_of(b"%d" % i), format="png", width=8, height=8, data=b"%d" % i) for i in range(3)]
+
+
+@settings(max_examples=80, deadline=None)
+@given(groups, st.integers(0, 99), st.integers(1, 90), st.none() | st.integers(1, 5), st.booleans())
+def test_rows_are_divided_as_tuples_would_be(
+    sizes: list[tuple[int, list[int]]], seed: int, most: int, max_rows: int | None, seen: bool
+) -> None:
+    """Ids up to the largest that fit, rows without sampled tokens, equal rows, and images, whose ids are negative."""
+    rng = random.Random(seed)
+    wide = [0, 1, 255, 256, 65_536, 2**24, 2**31 - 1]
+    rows = []
+    for prompt, answers in sizes:
+        for r in [*group(rng, prompt, answers), row(3, 4, sampled=0)]:
+            ids = [wide[i % len(wide)] if rng.random() < 0.3 else int(i) % 5 for i in r.ids]
+            begins = rng.randrange(1, 4)
+            span = ImageSpan(start=0, rows=1, columns=begins, image=rng.choice(IMAGES))
+            pictures = (span,) if seen and rng.random() < 0.5 and r.sampled.size and begins < r.sampled[0] else ()
+            rows.append(replace(r, ids=ids, images=pictures))
+    rows += rows[:2]
+    found = micro_batches([replace(r, episode=i) for i, r in enumerate(rows)], most, max_rows)
+    assert [[r.episode for r in part] for part in found] == divided_slowly(rows, most, max_rows)
+
+
+@given(st.integers(0, 2 * CHUNK), st.integers(0, 2 * CHUNK), st.integers(0, 2 * CHUNK))
+def test_a_common_prefix_is_found_across_chunks(first: int, second: int, differs: int) -> None:
+    a, b = np.zeros(first, np.int32), np.zeros(second, np.int64)
+    b[differs : differs + 1] = -1
+    assert shared(a, b) == shared(b, a) == min(first, second, differs if differs < second else first)

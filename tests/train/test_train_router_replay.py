@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from benchmarks.architectures import small_model, words
-from rally.distributed.message_encoding import rows_of_tensors, rows_to_tensors
+from rally.distributed.message_encoding import rows_of_arrays, rows_to_arrays
 from rally.engines.base import EngineError, ReplicaGone
 from rally.engines.embedded import EngineCore, EngineSettings
 from rally.engines.remote.server_api import GenerationRequest, Launch
@@ -128,7 +128,7 @@ def test_replayed_gradients_are_those_of_the_same_experts() -> None:
         assert row.routes is not None
         replay = torch.from_numpy(route_array(row.routes).astype(np.int64))
         with routed(Routing(replay_TLk=replay)):
-            logp = model(input_ids=torch.tensor([row.ids[:-1]]), use_cache=False).logits[0].log_softmax(-1)
+            logp = model(input_ids=torch.tensor([row.ids[:-1].tolist()]), use_cache=False).logits[0].log_softmax(-1)
         torch.stack([logp[at - 1, row.ids[at]] for at in row.sampled]).sum().backward()
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
@@ -145,7 +145,7 @@ def test_recorded_routes_belong_to_their_tokens(forward: Any) -> None:
         model.set_attn_implementation("sdpa")
     for row, found in zip(rows, recorded_rows(model, rows, WIDE), strict=True):
         with torch.no_grad(), routed(alone := Routing(record=True)):
-            model(input_ids=torch.tensor([row.inputs]), use_cache=False)
+            model(input_ids=torch.tensor([row.inputs.tolist()]), use_cache=False)
         assert found.routes is not None
         assert (route_array(found.routes) == alone.recorded(len(row.inputs)).numpy()).all()
 
@@ -168,7 +168,7 @@ def test_prefixes_with_other_experts_are_computed_apart() -> None:
 
 def test_rows_keep_their_routes_on_the_way_to_other_ranks_and_to_disk() -> None:
     rows = [*rollout(moe()).rows[:2], Row(ids=(1, 2), sampled=(1,), logprobs=(0.0,), episode=2)]
-    assert [row.routes for row in rows_of_tensors(rows_to_tensors(rows))] == [row.routes for row in rows]
+    assert [row.routes for row in rows_of_arrays(rows_to_arrays(rows))] == [row.routes for row in rows]
     routes = routes_of(np.arange(12).reshape(3, 2, 2))
     segment = Segment(prompt_ids=(1, 2)).append_sampled(
         Generation(ids=(3, 4), logprobs=(0.0, 0.0), finish="stop", routes=routes)
@@ -301,7 +301,7 @@ def test_random_routes_survive_packing(seeds: int = 6) -> None:
         assert packed.routes_TLk is not None
         for row, path in zip(batch, packed.paths, strict=True):
             assert row.routes is not None
-            assert tuple(packed.ids_T[path].tolist()) == row.inputs
+            assert packed.ids_T[path].tolist() == row.inputs.tolist()
             assert (packed.routes_TLk[path].numpy() == route_array(row.routes)).all()
 
 

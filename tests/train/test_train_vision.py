@@ -45,7 +45,7 @@ def spec(model, rows: list[Row]) -> torch.Tensor:
     """The reference: log-probabilities by one ordinary forward for each row."""
     found = []
     for row in rows:
-        logp = torch.log_softmax(full_logits(model, row.ids, row.images), -1)
+        logp = torch.log_softmax(full_logits(model, row.ids.tolist(), row.images), -1)
         found += [logp[p - 1, row.ids[p]] for p in row.sampled]
     return torch.stack(found)
 
@@ -101,7 +101,7 @@ def test_an_image_is_looked_at_once_in_a_micro_batch() -> None:
 def test_rows_that_differ_in_an_image_alone_share_nothing_after_it() -> None:
     model = make_vision_model()
     rows = sampled_rows(model)
-    assert rows[0].ids[:20] == rows[2].ids[:20]
+    assert rows[0].ids[:20].tolist() == rows[2].ids[:20].tolist()
     [span] = rows[0].images[:1]
     for a, b in pairwise(next(iter(micro_batches(rows, 4096)))):
         if a.images[0].image != b.images[0].image:

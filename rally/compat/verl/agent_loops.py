@@ -115,7 +115,7 @@ class VerlAgentLoop(AgentLoopBase):
 
     @classmethod
     def build(cls, context: LoopContext, options: Mapping[str, Any]) -> AgentLoopBase:
-        config = context.run_config
+        config = context.run_config()
         made: dict[str, Callable[[], Any]] = {
             "trainer_config": lambda: DictConfigWrap(config),
             "server_manager": lambda: ServerManager(context.server),
@@ -166,7 +166,7 @@ class VerlAgentLoop(AgentLoopBase):
     @cached_property
     def config(self) -> Any:
         """The configuration of the run, such as `config.actor_rollout_ref.rollout.response_length`."""
-        return self.context.run_config
+        return self.context.run_config()
 
     @cached_property
     def rollout_config(self) -> Any:

@@ -162,6 +162,8 @@ def _pairs(in_outs: Mapping[str, Any]) -> tuple[Sequence[Any], Sequence[Any]]:
     expected = in_outs.get("outputs") or [None] * len(asserts)
     if len(given) != len(expected) or not given:
         raise RewardError(f"test cases need as many inputs as outputs, not {len(given)} and {len(expected)}")
+    if asserts and len(asserts) != len(given):
+        raise RewardError(f"test cases need as many inputs as assert_case, not {len(given)} and {len(asserts)}")
     return given, expected
 
 

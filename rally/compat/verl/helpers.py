@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
+from rally.data.tasks import TOKENIZED_ROWS
 from rally.interactions import BaseInteraction, load_interactions
 from rally.tools.results import read_answer
 from rally.types import RallyError, ToolResponse
@@ -43,6 +44,11 @@ def copy_to_local(src: str, *args: Any, **options: Any) -> str:
 def no_hdfs(*paths: Any, **options: Any) -> None:
     """Data preparation imports it and calls it only with an --hdfs_dir."""
     raise RallyError("HDFS is not supported; leave --hdfs_dir out")
+
+
+def tokenized_here(*args: Any, **options: Any) -> Any:
+    """A data set that tokenizes its rows calls it."""
+    raise RallyError(TOKENIZED_ROWS)
 
 
 def deprecated(replacement: str = "") -> Callable[[F], F]:

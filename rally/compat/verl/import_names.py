@@ -96,6 +96,9 @@ NAMES: dict[str, dict[str, str]] = {
     "verl.experimental.agent_loop.single_turn_agent_loop": LOOP,
     "verl.experimental.agent_loop.tool_parser": LOOP,
     "verl.experimental.agent_loop.utils": GPT_OSS,
+    "verl.experimental.dataset.sampler": {
+        name: f"{COMPAT}.samplers.{name}" for name in ("AbstractSampler", "AbstractCurriculumSampler")
+    },
     "verl.workers.rollout.replica": {"TokenOutput": LOOP["TokenOutput"]},
     "verl.workers.rollout.schemas": {"Message": f"{COMPAT}.helpers.RolloutMessage"},
     "verl.workers.rollout.sglang_rollout.agent_loop.base": {
@@ -134,6 +137,8 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "verl.utils.dataset": ROWS,
     "verl.utils.dataset.rl_dataset": ROWS,
+    "verl.utils.torch_functional": {"postprocess_data": f"{COMPAT}.helpers.tokenized_here"},
+    "verl.utils.model": {"compute_position_id_with_mask": f"{COMPAT}.helpers.tokenized_here"},
     "verl.utils.fs": {"copy_to_local": f"{COMPAT}.helpers.copy_to_local"},
     "verl.utils.hdfs_io": {"copy": f"{COMPAT}.helpers.no_hdfs", "makedirs": f"{COMPAT}.helpers.no_hdfs"},
     "verl.utils.import_utils": {"deprecated": f"{COMPAT}.helpers.deprecated"},

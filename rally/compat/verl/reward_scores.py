@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rally.compat.verl.code_scores import prime_code
 from rally.rewards.registry import compute_score
 from rally.rewards.score import RewardError
 from rally.scoring import verl_scores
@@ -140,6 +141,7 @@ def _package(module: str, distribution: str) -> Any:
 
 
 MATH_SOURCES = ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500")
+CODE_SOURCES = ("codecontests", "apps", "codeforces", "taco")
 DAPO_SOURCES = ("math_dapo", "math", "math_dapo_reasoning")
 SEARCH_SETS = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
 SEARCH_SOURCES = tuple(f"searchR1_{name}" for name in SEARCH_SETS)
@@ -148,8 +150,15 @@ SEARCH_SOURCES = tuple(f"searchR1_{name}" for name in SEARCH_SETS)
 def default_compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None, **kw: Any
 ) -> float | dict[str, Any]:
-    """verl's score of a data source. Sources that verl does not know, or that it scores with packages of its own
-    (`hiyouga/geometry3k`), get the score of `rally.rewards.compute_score`."""
+    """verl's score of a data source. Sources that verl does not know, and `hiyouga/geometry3k`, which it scores with a
+    package, get the score of `rally.rewards.compute_score`. Those of verl's `prime_math` are refused."""
+    if data_source.startswith("numina_"):
+        raise RewardError(
+            f"verl scores {data_source} with prime_math, which Rally does not have, and other graders pay other "
+            "answers; write a reward function (custom_reward_function.path), for example over math_verify"
+        )
+    if data_source in CODE_SOURCES:
+        return float(prime_code(solution_str, ground_truth, continuous=True)[0])
     if data_source == "openai/gsm8k":
         return gsm8k(solution_str, ground_truth)
     if data_source in MATH_SOURCES:

@@ -317,9 +317,16 @@ class VerlToolLoop(VerlAgentLoop):
     async def _call_tool(
         self, tool_call: FunctionCall, tools_kwargs: dict[str, Any], agent_data: AgentData
     ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
-        """Run one call under the limits of the run."""
+        """Run one call under the limits of the run. Arguments of a user's parser that are no JSON object are a mistake
+        of the policy, which is answered as in verl: an error of the episode would bias its group."""
+        try:
+            arguments = json.loads(tool_call.arguments)
+            if not isinstance(arguments, dict):
+                raise ValueError(f"the arguments are of type {type(arguments).__name__} and no object")
+        except ValueError as problem:
+            return ToolResponse(text=f"Error when executing tool: {problem}"), 0.0, {}
         session = self.context.toolbox.open(self.context.task, self.context.episode_id)
-        call = ToolCall(name=tool_call.name, arguments=json.loads(tool_call.arguments), raw=tool_call.arguments)
+        call = ToolCall(name=tool_call.name, arguments=arguments, raw=tool_call.arguments)
         try:
             [result] = await session.run([call])
         finally:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
-from rally.config.algorithm import RolloutCorrection
+from rally.config.algorithm import PfPpo, RolloutCorrection
 from rally.config.aliases import SAME_AS, SFT_SAME_AS
 from rally.config.base import look_up, missing_file
 from rally.config.checks.critic import critic, kl_control
@@ -36,6 +36,7 @@ BLACK_BOX = ("black_box", "rally.gateway.BlackBoxAgentLoop")
 LORA_SHAPE = ("lora_alpha", "target_modules", "exclude_modules", "target_parameters")
 CHAINS = ("reinforce_plus_plus", "gae", "turn_gae")
 """Estimators that always discount along an episode."""
+TOKEN_BASELINES = ("optimal_token_baseline", "tir_optimal_token_baseline")
 LOSS_KEYS: dict[str, tuple[str, ...]] = {
     f"{ACTOR}.tau_pos": ("sapo",),
     f"{ACTOR}.tau_neg": ("sapo",),
@@ -186,7 +187,7 @@ def advantages(config: Config) -> Iterator[str]:
     estimator, turns, gamma = algorithm.adv_estimator, algorithm.turn_rewards, algorithm.gamma
     if gamma != 1 and turns == "trajectory" and estimator not in (*CHAINS, "gigpo"):
         yield f"algorithm.gamma={gamma} has no effect with {estimator} over whole episodes; set algorithm.turn_rewards."
-    if turns != "trajectory" and estimator in ("remax", "gdpo"):
+    if turns != "trajectory" and estimator in ("remax", "gdpo", *TOKEN_BASELINES):
         yield f"algorithm.turn_rewards={turns} is not supported with {estimator}; leave it out."
     if turns == "turn_baseline" and estimator in (*CHAINS, "gigpo"):
         yield f"algorithm.turn_rewards=turn_baseline is not supported with {estimator}; set it to returns."
@@ -195,6 +196,15 @@ def advantages(config: Config) -> Iterator[str]:
             yield f"algorithm.{key} has no effect without algorithm.use_kl_in_reward=true; set that, or leave it out."
     if not algorithm.norm_adv_by_std_in_grpo and not estimator.startswith(("grpo", "gigpo", "gdpo")):
         yield f"algorithm.norm_adv_by_std_in_grpo=false has no effect with {estimator}; leave it out."
+    if algorithm.use_pf_ppo and estimator != "gae":
+        yield f"algorithm.use_pf_ppo=true has no effect with {estimator}; set algorithm.adv_estimator=gae."
+    if not algorithm.use_pf_ppo and algorithm.pf_ppo != PfPpo():
+        yield "algorithm.pf_ppo has no effect without algorithm.use_pf_ppo=true; set that, or leave it out."
+    if estimator in TOKEN_BASELINES and algorithm.rollout_correction.rollout_is is not None:
+        problem = f"algorithm.rollout_correction.rollout_is is not supported with {estimator}"
+        yield f"{problem}, whose baseline would need its weights; leave it out."
+    if estimator in TOKEN_BASELINES and config.trainer.world_size > 1:
+        yield f"algorithm.adv_estimator={estimator} works on one GPU only; set trainer.n_gpus_per_node=1 and nnodes=1."
     if algorithm.gigpo.step_advantage_w != 1 and estimator != "gigpo":
         yield "algorithm.gigpo.step_advantage_w has no effect unless algorithm.adv_estimator=gigpo; leave it out."
 
@@ -262,7 +272,7 @@ def asynchronous(config: Config) -> Iterator[str]:
                 yield f"{problem}; leave it out, or set {mode}=colocate_async."
         return
     fixed_lag = modes.colocate_async.fixed_lag
-    if config.rollout.name != "embedded" or config.trainer.n_gpus_per_node > 1:
+    if config.rollout.name != "embedded" or config.trainer.world_size > 1:
         yield f"{mode}=colocate_async needs the embedded engine on one GPU; set {ROLLOUT}.name=embedded and {COUNT}=1."
     if config.rollout.deterministic and not fixed_lag:
         yield f"{ROLLOUT}.deterministic=true needs trainer.v1.colocate_async.fixed_lag=true with {mode}=colocate_async."
@@ -391,8 +401,8 @@ def resume(config: Config | SftConfig) -> Iterator[str]:
 
 def devices(config: Config | SftConfig) -> Iterator[str]:
     trainer: RunConfig = config.trainer
-    if trainer.n_gpus_per_node == 1 and trainer.device != "cuda":
-        return
+    if trainer.on_ray or (trainer.n_gpus_per_node == 1 and trainer.device != "cuda"):
+        return  # the cluster is asked when the run starts
     gpus = count_gpus()
     wanted = trainer.n_gpus_per_node
     if wanted > max(gpus, 1) and trainer.device != "cpu":

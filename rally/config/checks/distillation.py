@@ -9,6 +9,9 @@ from rally.config.schema import Config
 
 SECTION = "distillation"
 LOSS = f"{SECTION}.distillation_loss"
+TOPK = "forward_kl_topk"
+KINDS = ("rally", "vllm", "sglang")
+MAX_TOPK = 256  # of `rally serve engine`
 
 
 def distillation(config: Config) -> Iterator[str]:
@@ -16,8 +19,9 @@ def distillation(config: Config) -> Iterator[str]:
     if not keys.enabled:
         return
     yield from _teachers(config)
+    yield from _served(config)
     yield from _loss(config)
-    if config.trainer.n_gpus_per_node > 1:
+    if config.trainer.world_size > 1:
         yield from _several_gpus(config)
 
 
@@ -27,13 +31,33 @@ def _teachers(config: Config) -> Iterator[str]:
         yield f"{SECTION}.enabled=true needs a teacher; set {SECTION}.teacher_models.teacher_model.model_path."
     for name, teacher in config.distillation.teacher_models.items():
         section = f"{SECTION}.teacher_models.{name}"
-        if name not in teachers and name != "teacher_model":
+        if name not in teachers and (name != "teacher_model" or teacher.server.url is not None):
             yield f"{section} has no model_path; set it, or leave the teacher out."
         if name in teachers and len(teachers) > 1 and teacher.key is None:
             yield f"{section}.key is not set, and there are several teachers; set it to the rows that it teaches."
     for key, count in Counter(teacher.key for teacher in teachers.values()).items():
         if key is not None and count > 1:
             yield f"{count} teachers have {SECTION}.teacher_models.*.key={key}; give each its own key."
+
+
+def _served(config: Config) -> Iterator[str]:
+    keys = config.distillation
+    served = {name: teacher for name, teacher in keys.teachers.items() if teacher.server.url is not None}
+    for name, teacher in served.items():
+        section, kind = f"{SECTION}.teacher_models.{name}", teacher.inference.get("name")
+        if kind not in KINDS:
+            yield f"{section}.server.url needs {section}.inference.name, one of {', '.join(KINDS)}; it is {kind!r}."
+        if kind == "rally" and keys.distillation_loss.topk > MAX_TOPK and keys.distillation_loss.loss_mode == TOPK:
+            topk = keys.distillation_loss.topk
+            yield f"{LOSS}.topk={topk}: `rally serve engine` returns at most {MAX_TOPK} tokens; lower it."
+    if served and keys.distillation_loss.loss_mode.endswith("_full"):
+        mode = keys.distillation_loss.loss_mode
+        yield (
+            f"{LOSS}.loss_mode={mode} needs the teacher's whole distribution, which no server returns; use {TOPK}, or "
+            f"leave {SECTION}.teacher_models.*.server.url out."
+        )
+    if keys.param_offload and served and len(served) == len(keys.teachers):
+        yield f"{SECTION}.param_offload=true has no effect on served teachers; leave it out."
 
 
 def _loss(config: Config) -> Iterator[str]:
@@ -54,7 +78,7 @@ def _loss(config: Config) -> Iterator[str]:
 
 
 def _several_gpus(config: Config) -> Iterator[str]:
-    keys, count = config.distillation, config.trainer.n_gpus_per_node
+    keys, count = config.distillation, config.trainer.world_size
     advice = "set trainer.n_gpus_per_node=1"
     if len(keys.teachers) > 1:
         yield f"{len(keys.teachers)} teachers are supported on one GPU only, not on {count}; {advice}."

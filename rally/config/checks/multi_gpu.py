@@ -8,6 +8,7 @@ from rally.config.base import Root, look_up
 from rally.config.errors import shown
 from rally.config.schema import ROLLOUT, Config
 from rally.config.sft import SftConfig
+from rally.config.trainer import RunConfig
 
 COUNT = "trainer.n_gpus_per_node"
 ACTOR, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
@@ -36,7 +37,7 @@ def with_rollout_servers(config: Config) -> Config:
     A sharded policy cannot generate, so on several GPUs the embedded engine is replaced by servers of Rally's own: one
     per GPU, unless data_parallel_size is set.
     """
-    count, rollout = config.trainer.n_gpus_per_node, config.rollout
+    count, rollout = config.trainer.world_size, config.rollout
     if count == 1 or rollout.name != "embedded":
         return config
     fixed = config.trainer.device == "cpu" or "data_parallel_size" in rollout.model_fields_set
@@ -47,7 +48,11 @@ def with_rollout_servers(config: Config) -> Config:
 
 
 def multi_gpu(config: Config) -> Iterator[str]:
-    count = config.trainer.n_gpus_per_node
+    count = config.trainer.world_size
+    yield from _launcher(config.trainer)
+    if config.uses_loop_workers and config.rollout.skip_rollout:
+        workers = f"{ROLLOUT}.agent.num_workers={config.rollout.agent.num_workers}"
+        yield f"{ROLLOUT}.skip_rollout does not work with {workers}, which play episodes elsewhere; set that to 1."
     if count == 1:
         return
     yield from _single_gpu_keys(config, SINGLE_GPU_ONLY)
@@ -60,12 +65,23 @@ def multi_gpu(config: Config) -> Iterator[str]:
 
 
 def sft_multi_gpu(config: SftConfig) -> Iterator[str]:
-    count = config.trainer.n_gpus_per_node
+    count = config.trainer.world_size
+    yield from _launcher(config.trainer)
     if count == 1:
+        if config.trainer.launcher == "ray":
+            yield "trainer.launcher=ray has no effect with one process; leave it out, or raise trainer.nnodes."
         return
     yield from _single_gpu_keys(config, SFT_SINGLE_GPU_ONLY)
     yield from _ambiguous_sizes(config, ("data.micro_batch_size",), count)
     yield from _fsdp_sizes(config, ("model",), count)
+
+
+def _launcher(trainer: RunConfig) -> Iterator[str]:
+    if trainer.launcher == "local" and trainer.nnodes > 1:
+        yield f"trainer.launcher=local is for one machine, and trainer.nnodes={trainer.nnodes}; leave launcher out."
+    key = "node_heartbeat_timeout"
+    if not trainer.on_ray and getattr(trainer, key) != type(trainer).model_fields[key].default:
+        yield f"trainer.{key} has no effect without Ray; leave it out, or set trainer.nnodes above 1."
 
 
 def _reshard_keys(config: Config) -> Iterator[str]:

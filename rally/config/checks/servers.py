@@ -19,9 +19,8 @@ FOR_SERVERS = (
 FOR_OWN_SERVERS = (
     *("server.python", "server.max_attempts", "server.retry_delay", "port_start", "log_level", "engine_kwargs"),
     *("tensor_model_parallel_size", "data_parallel_size", "free_cache_engine", "enable_sleep_mode"),
-    "checkpoint_engine.backend",
 )
-NOT_FOR_RALLYS_OWN = ("tensor_model_parallel_size", "enforce_eager", "log_level", "checkpoint_engine.backend")
+NOT_FOR_RALLYS_OWN = ("tensor_model_parallel_size", "enforce_eager", "log_level")
 TOKEN_VARIABLE = "RALLY_ENGINE_TOKEN"  # the bearer token of a `rally serve engine`
 _BEFORE_AT = re.compile(r"^(\w+://)?.*@")  # up to the last @: in an invalid address, a password may be anywhere
 FOR_EMBEDDED = ("attention_backend", "page_size", "deterministic")
@@ -40,9 +39,24 @@ def servers(config: Config) -> Iterator[str]:
     yield from _addresses(config)
     yield from _engine_kwargs(config)
     yield from _sampling(config)
+    yield from _weight_transport(config)
     if config.rollout.checkpoint_engine.backend == "ipc" and (config.model.lora_rank or config.model.lora_adapter_path):
         problem = f"{ROLLOUT}.checkpoint_engine.backend=ipc shares the policy's own weights"
         yield f"{problem}, in which LoRA adapters are not merged; leave it out."
+
+
+def _weight_transport(config: Config) -> Iterator[str]:
+    rollout, key = config.rollout, "checkpoint_engine.backend"
+    backend = rollout.checkpoint_engine.backend
+    if backend not in ("delta", "delta_sharded"):
+        if rollout.server_kind == "rally":
+            yield from _without_effect(config, (key,), f"with {ROLLOUT}.name=rally")
+        elif rollout.mode == "server":
+            yield from _without_effect(config, (key,), f"on servers that already run ({ROLLOUT}.mode=server)")
+        yield from _without_effect(config, ("checkpoint_engine.full_every",), f"with {ROLLOUT}.{key}={backend}")
+    elif rollout.server_kind != "rally":
+        problem = f"{ROLLOUT}.{key}={backend}: {rollout.name} loads whole models and cannot apply deltas"
+        yield f"{problem}; use {ROLLOUT}.name=rally, or {key}=files."
 
 
 def _addresses(config: Config) -> Iterator[str]:

@@ -30,10 +30,6 @@ OUT = "leave it out"
 RULE_REWARDS = "leave it out and score with custom_reward_function"
 LOGGERS = ("console", "file", "tensorboard", "mlflow", "wandb")
 LOGGER = "use console, file, tensorboard, mlflow or wandb"
-ESTIMATORS = (
-    *("grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg", "gigpo", "gae", "turn_gae"),
-    *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "gdpo"),
-)
 CRITIC_MODEL = (
     *("hf_config_path", "external_lib", "mtp", "lora_rank", "lora_alpha", "lora_adapter_path"),
     *("target_modules", "exclude_modules", "target_parameters"),
@@ -59,7 +55,11 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(f"{R}name", EMBEDDED, ("rally", "sglang", "sglang_async", "vllm", "vllm_async")),
     Unsupported(f"{R}mode", "leave it out, every engine is asynchronous", ("standalone", "server")),
     Unsupported(f"{R}engine_kwargs.trtllm", SERVERS),
-    Unsupported(f"{R}checkpoint_engine.backend", "leave it out, or use files, or ipc on one GPU", ("files", "ipc")),
+    Unsupported(
+        f"{R}checkpoint_engine.backend",
+        "leave it out, or use files, delta, or ipc on one GPU",
+        ("files", "ipc", "delta", "delta_sharded"),
+    ),
     Unsupported(f"{R}checkpoint_engine.custom_backend_module", SERVERS),
     Unsupported(f"{R}disaggregation", SERVERS),
     Unsupported(f"{R}agent.agent_loop_manager_class", SERVERS),
@@ -75,17 +75,13 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(f"{R}full_determinism", f"leave it out and set {R}deterministic=true"),
     Unsupported(f"{R}trace.backend", "use mlflow or otel", ("mlflow", "otel")),
     # advantages and losses
-    Unsupported("algorithm.adv_estimator", "leave it out to use grpo", ESTIMATORS),
     Unsupported("algorithm.kl_penalty", "use kl", KL_KINDS),
-    Unsupported("algorithm.use_pf_ppo", OUT),
-    Unsupported("algorithm.pf_ppo", OUT),
     Unsupported("algorithm.filter_groups.max_inflight_gen_batches", "leave it out: prompts start one by one"),
     Unsupported("critic.strategy", ONE_DEVICE, ("fsdp", "fsdp2")),
     Unsupported("critic.optim.override_optimizer_config", OUT),
     Unsupported(f"{A}policy_loss.loss_mode", "leave it out to use the vanilla loss", LOSS_MODES),
     Unsupported(f"{A}policy_loss.dro_beta", OUT),
     Unsupported(f"{A}kl_loss_type", "use low_var_kl", KL_KINDS),
-    Unsupported(f"{A}calculate_sum_pi_squared", OUT),
     Unsupported(f"{A}router_replay.record_file", OUT),
     Unsupported(f"{A}router_replay.replay_file", OUT),
     # where and how the model is trained
@@ -99,7 +95,6 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(f"{M}external_lib", OUT),
     Unsupported(f"{M}mtp", OUT),
     *(Unsupported(f"critic.model.{name}", OUT) for name in CRITIC_MODEL),
-    Unsupported("trainer.nnodes", "set it to 1 to train on this machine"),
     Unsupported("trainer.logger", LOGGER, LOGGERS),
     Unsupported("trainer.default_hdfs_dir", "leave it out and set trainer.default_local_dir"),
     # rewards
@@ -127,7 +122,6 @@ SFT_UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported("model.strategy", ONE_DEVICE, ("fsdp", "fsdp2")),
     *memory("model.fsdp_config", "model."),
     Unsupported("model.external_lib", OUT),
-    Unsupported("trainer.nnodes", "set it to 1 to train on this machine"),
     Unsupported("trainer.logger", LOGGER, LOGGERS),
     Unsupported("trainer.default_hdfs_dir", "leave it out and set trainer.default_local_dir"),
 )

@@ -34,6 +34,7 @@ from rally.models.kernels.dispatch import has_triton
 from rally.models.kv_layers import cached_parts
 from rally.models.rope import decide_rope
 from rally.models.routing import routers_of
+from rally.models.token_masks import GrammarError, Grammars, GrammarState
 from rally.models.vision import ImageIds, ImageInputError, axes_of, check_images
 from rally.types import FinishReason, ImageSpan, Routes, SamplingParams
 
@@ -61,8 +62,10 @@ class EngineCore:
         num_pages: int | None = None,
         eos_ids: Sequence[int] = (),
         decode: Callable[[Sequence[int]], str] | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self.settings = settings or EngineSettings()
+        self.grammars = grammars
         _check_length(model, self.settings)
         paged = self._paged(model)
         _check_supported(model, unsupported_attention(model, self.settings.max_model_len))
@@ -181,9 +184,10 @@ class EngineCore:
         params: SamplingParams,
         arrived: float | None = None,
         images: Sequence[ImageSpan] = (),
+        state: GrammarState | None = None,
     ) -> Request:
         """Queue a request; EngineError if it can never be served. `arrived` is the time of its arrival, by default
-        now."""
+        now, and `state` that of its grammar, by default a new one."""
         if not prompt_ids:
             raise EngineError("an empty prompt cannot be continued; give at least one token")
         if not 0 <= min(prompt_ids) <= max(prompt_ids) < self._vocabulary:
@@ -212,6 +216,10 @@ class EngineCore:
                 raise EngineError(str(problem)) from problem
             prompt_ids = self._image_ids.substitute(prompt_ids, images)
         request = Request.new(prompt_ids, params, seed % 2**64, arrived, images)  # the sampler hashes 64 bits
+        if params.grammar:
+            if self.grammars is None:
+                raise EngineError("a grammar needs a tokenizer; give the engine its grammars")
+            request.state = state or self.grammars.state(params.grammar)
         self.scheduler.add(request)
         return request
 
@@ -282,6 +290,10 @@ class EngineCore:
             self._request(slot).first_token = time.perf_counter()
         stopped = slots.stopped(chosen, ids)
         ended = stopped | (slots.known[chosen] == slots.limit[chosen]) | slots.strings[chosen]
+        for row in np.flatnonzero(slots.constrained[chosen]).tolist():
+            over = self._consume(self._request(int(chosen[row])), int(ids[row]))
+            stopped[row] |= over
+            ended[row] |= over
         finished = []
         for slot, stop in zip(chosen[ended].tolist(), stopped[ended].tolist(), strict=True):
             request = self._request(slot)
@@ -290,6 +302,20 @@ class EngineCore:
                 finished.append(request)
                 self._end(request)
         return finished
+
+    def _consume(self, request: Request, token: int) -> bool:
+        """Pass a sampled token to the request's grammar; whether the grammar ends there, or failed. The next mask is
+        computed here, where its failure concerns this request only."""
+        state = request.state
+        assert state is not None
+        try:
+            state.consume(token)
+            if not state.ended:
+                state.mask()
+        except GrammarError as problem:
+            request.error = problem
+            return True
+        return state.ended
 
     def _end(self, request: Request) -> None:
         """Remove a request that finished; the experts of its tokens are read while it holds its pages."""
@@ -378,6 +404,8 @@ class EngineCore:
             self.scheduler.preempt(request)
 
     def _finish_reason(self, request: Request, stopped: bool) -> FinishReason | None:
+        if request.error is not None:
+            return "abort"
         if stopped:
             return "stop"
         try:

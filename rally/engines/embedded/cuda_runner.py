@@ -213,7 +213,8 @@ class CudaRunner:
         if self.states is not None:
             self.states.copy(plan.snapshots)
         samplers = plan.samplers
-        if len(samplers) and (self.deterministic or self.slots.filters[samplers].any()):
+        special = self.slots.filters[samplers] | self.slots.constrained[samplers]
+        if len(samplers) and (self.deterministic or special.any()):
             return self._sample_by_torch(inputs, plan)
         if len(samplers):
             self._replay(True, ("head", sizes.samples), lambda: self._head(inputs))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import math
 import operator
 import sys
 import threading
@@ -26,12 +27,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rally.engines.base import EngineError, UtilizationClock
+from rally.engines.base import EngineError, PromptLogprobs, UtilizationClock
 from rally.engines.embedded.core import EngineCore
+from rally.engines.embedded.prompt_logprobs import check_prompt, prompt_logprobs
 from rally.engines.embedded.request_slots import Request, SampledTokens
 from rally.engines.embedded.sampler import NonFiniteLogits
 from rally.engines.embedded.settings import EngineSettings
-from rally.types import Generation, ImageSpan, SamplingParams
+from rally.models.token_masks import Grammars, GrammarState
+from rally.types import Generation, ImageSpan, RallyError, SamplingParams
 
 SHORT_STEP = 0.03  # seconds; a shorter step competes with the agent loops for the interpreter
 LOOP_TURNS = 16  # an event loop takes about 8 from a result to the next request, including tools that answer at once
@@ -57,6 +60,7 @@ class _Arrival(NamedTuple):
     on_tokens: OnTokens | None
     at: float
     images: Sequence[ImageSpan] = ()
+    state: GrammarState | None = None
 
 
 class EmbeddedEngine:
@@ -70,8 +74,9 @@ class EmbeddedEngine:
         num_pages: int | None = None,
         eos_ids: Sequence[int] = (),
         decode: Callable[[Sequence[int]], str] | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
-        self.core = EngineCore(model, settings, num_pages=num_pages, eos_ids=eos_ids, decode=decode)
+        self.core = EngineCore(model, settings, num_pages=num_pages, eos_ids=eos_ids, decode=decode, grammars=grammars)
         self._waiters: dict[Request, _Waiter] = {}
         self._listeners: dict[Request, tuple[OnTokens, int]] = {}  # and the number of tokens reported to them
         self._lock = threading.Lock()  # guards the core; held for one step at a time
@@ -122,6 +127,7 @@ class EmbeddedEngine:
         on_tokens: OnTokens | None = None,
     ) -> Generation:
         loop = asyncio.get_running_loop()
+        state = await self._grammar_state(params.grammar) if params.grammar else None
         future: asyncio.Future[Generation] = loop.create_future()
         with self._wake:
             if self._failure is not None:
@@ -129,7 +135,7 @@ class EmbeddedEngine:
             if self._closed:
                 raise EngineError("the engine is closed; build a new one")
             ids = list(map(operator.index, prompt_ids))
-            self._arrivals.append(_Arrival(ids, params, (loop, future), on_tokens, time.perf_counter(), images))
+            self._arrivals.append(_Arrival(ids, params, (loop, future), on_tokens, time.perf_counter(), images, state))
             self._session_of[future] = session or ""
             self._wake.notify()
         try:
@@ -140,6 +146,37 @@ class EmbeddedEngine:
                 self._departures.append(future)
                 self._wake.notify()
             raise
+
+    async def prompt_logprobs(self, ids: Sequence[int], start: int, top: int = 0) -> PromptLogprobs:
+        """The log-probabilities, at temperature 1, of `ids[start:]`, and the `top` likeliest tokens there. The forward
+        runs between two steps of the engine. Cancelling the awaiting task cancels a request that has not begun."""
+        vocabulary = self.core.model.config.get_text_config().vocab_size
+        check_prompt(ids, start, top, vocabulary=vocabulary, max_model_len=self.max_model_len)
+        if self._closed:
+            raise EngineError("the engine is closed; build a new one")
+        gone = threading.Event()
+
+        def work() -> PromptLogprobs | None:
+            with self._lock, self._steps.working():
+                return None if gone.is_set() else prompt_logprobs(self.core.model, ids, start, top)
+
+        try:
+            found = await asyncio.to_thread(work)
+        finally:
+            gone.set()
+        assert found is not None
+        if not all(map(math.isfinite, found.logprobs)):
+            raise NonFiniteLogits(everywhere=True)
+        return found
+
+    async def check_grammar(self, grammar: str) -> None:
+        await self._grammar_state(grammar)
+
+    async def _grammar_state(self, grammar: str) -> GrammarState:
+        """Compile a grammar outside of the engine's thread."""
+        if self.core.grammars is None:
+            raise EngineError("this engine has no grammars, so it cannot constrain what it samples")
+        return await asyncio.to_thread(self.core.grammars.state, grammar)
 
     def expect(self, session: str) -> None:
         if self._lockstep and not self._sessions:
@@ -237,7 +274,7 @@ class EmbeddedEngine:
     def _is_fatal(self, problem: Exception) -> bool:
         """After most errors on a GPU, such as an illegal access, the process cannot use it any more."""
         on_gpu = self.core.model.device.type == "cuda"
-        return on_gpu and not isinstance(problem, (EngineError, torch.OutOfMemoryError))
+        return on_gpu and not isinstance(problem, (RallyError, torch.OutOfMemoryError))
 
     def _isolate(self, problem: Exception) -> None:
         """A step failed. Run its requests one by one, so that only those that fail alone get the error. Bad weights
@@ -309,9 +346,9 @@ class EmbeddedEngine:
             departures, self._departures = self._departures, []
             if self._lockstep:
                 arrivals.sort(key=lambda arrival: self._session_of.get(arrival.waiter[1], ""))
-        for prompt_ids, params, (loop, future), on_tokens, at, images in arrivals:
+        for prompt_ids, params, (loop, future), on_tokens, at, images, state in arrivals:
             try:
-                request = self.core.add(prompt_ids, params, at, images)
+                request = self.core.add(prompt_ids, params, at, images, state)
                 self._waiters[request] = (loop, future)
                 if on_tokens is not None:
                     self._listeners[request] = (on_tokens, 0)
@@ -368,10 +405,11 @@ class MirroredEngine(EmbeddedEngine):
         settings: EngineSettings | None = None,
         *,
         decode: Callable[[Sequence[int]], str] | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self._source = model
         shared = {id(p): p for p in model.parameters() if not p.requires_grad}
-        super().__init__(copy.deepcopy(model, shared), settings, decode=decode)
+        super().__init__(copy.deepcopy(model, shared), settings, decode=decode, grammars=grammars)
 
     @contextmanager
     def updating(self, version: int | None = None) -> Iterator[None]:

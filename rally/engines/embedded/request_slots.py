@@ -18,8 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from rally.engines.embedded.radix_cache import TreePosition
+from rally.models.token_masks import GrammarState, compressed
 from rally.models.vision import Rope, rope_of
-from rally.types import FinishReason, Generation, ImageSpan, Routes, SamplingParams, WeightSpan
+from rally.types import ConstrainedSpan, FinishReason, Generation, ImageSpan, Routes, SamplingParams, WeightSpan
 
 PLAIN = rope_of(0, ())
 """Positions of a history without images: the indices of its tokens."""
@@ -53,6 +54,7 @@ class Request:
     finish: FinishReason | None = None
     error: Exception | None = None  # why it failed; its finish is then `abort`
     routes: Routes | None = None  # the experts of its computed tokens, if they are returned
+    state: GrammarState | None = None  # of its grammar, after all tokens that were read back
     arrived: float = 0.0  # times by time.perf_counter
     admitted: float = 0.0  # 0: not yet; the same for first_token
     first_token: float = 0.0
@@ -102,7 +104,15 @@ class Request:
             first_token_seconds=(self.first_token or now) - self.arrived,
             queued_seconds=(self.admitted or now) - self.arrived,
             routes=self.routes,
+            constrained=self._constrained(),
         )
+
+    def _constrained(self) -> ConstrainedSpan | None:
+        if self.state is None or not self.sampled:
+            return None
+        masks = self.state.masks[: self.sampled]
+        assert len(masks) == self.sampled, "one mask per sampled token"
+        return ConstrainedSpan(0, self.sampled, self.params.grammar, compressed(masks))
 
 
 Ints = npt.NDArray[np.int64]
@@ -143,6 +153,7 @@ class Slots:
         self.min_p = np.zeros(count)
         self.filters = np.zeros(count, np.bool_)
         self.strings = np.zeros(count, np.bool_)  # has stop strings
+        self.constrained = np.zeros(count, np.bool_)  # has a grammar
         self.stops = np.full((count, 1), -1, np.int64)
 
     @property
@@ -180,6 +191,7 @@ class Slots:
         self.top_p[slot], self.top_k[slot], self.min_p[slot] = params.top_p, params.top_k, params.min_p
         self.filters[slot] = params.temperature > 0 and (params.top_p < 1 or params.top_k > 0 or params.min_p > 0)
         self.strings[slot] = bool(params.stop)
+        self.constrained[slot] = request.state is not None
         self._set_stops(slot, [*params.stop_ids, *(() if params.ignore_eos else eos_ids)])
 
     def _set_stops(self, slot: int, stops: list[int]) -> None:

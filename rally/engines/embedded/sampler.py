@@ -6,6 +6,7 @@ distribution. Shapes: B rows, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from rally.engines.base import EngineError
 from rally.engines.embedded.request_slots import Floats, Ints, Slots
+from rally.models.token_masks import TokenMasks
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -31,8 +33,8 @@ class NonFiniteLogits(EngineError):
 
 
 class SampledBatch(NamedTuple):
-    """For each row: the token, its log-probability under softmax(logits / temperature), as the trainer computes it, and
-    its log-probability after top-k, top-p and min-p."""
+    """For each row: the token, its log-probability under softmax(logits / temperature) over the tokens that its grammar
+    allows, as the trainer computes it, and its log-probability after top-k, top-p and min-p."""
 
     ids: Ints
     logprobs: Floats
@@ -58,6 +60,7 @@ class Draw(NamedTuple):
     top_p: npt.NDArray[np.float64]
     min_p: npt.NDArray[np.float64]
     filters: npt.NDArray[np.bool_]
+    masks: tuple[tuple[int, bytes], ...] = ()  # rows with a grammar, and the tokens allowed there
 
     @classmethod
     def of(cls, slots: Slots, chosen: Ints) -> Draw:
@@ -70,7 +73,15 @@ class Draw(NamedTuple):
             slots.top_p[chosen],
             slots.min_p[chosen],
             slots.filters[chosen],
+            tuple(_masks(slots, chosen)) if slots.constrained[chosen].any() else (),
         )
+
+
+def _masks(slots: Slots, chosen: Ints) -> Iterator[tuple[int, bytes]]:
+    for row in np.flatnonzero(slots.constrained[chosen]).tolist():
+        request = slots.requests[int(chosen[row])]
+        assert request is not None and request.state is not None
+        yield row, request.state.mask()
 
 
 def sample(logits_BV: Tensor, draw: Draw) -> SampledBatch:
@@ -78,7 +89,11 @@ def sample(logits_BV: Tensor, draw: Draw) -> SampledBatch:
     device = logits_BV.device
     greedy = draw.temperature == 0
     temperature = torch.from_numpy(np.where(greedy, np.float32(1), draw.temperature)).to(device)
-    logp = torch.log_softmax(logits_BV.float() / temperature[:, None], dim=-1)
+    scaled = logits_BV.float() / temperature[:, None]
+    if draw.masks:
+        masks = TokenMasks.of([row for row, _ in draw.masks], [mask for _, mask in draw.masks], device)
+        logits_BV = scaled = masks.applied(scaled)
+    logp = torch.log_softmax(scaled, dim=-1)
     filtered = _filter(logp, draw) if draw.filters.any() else logp
     cdf = filtered.exp().cumsum(-1, dtype=torch.float64)
     finite = cdf[:, -1].isfinite()

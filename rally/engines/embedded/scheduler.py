@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from rally.engines.base import EngineError
 from rally.engines.embedded.kv_cache import PagePool
@@ -109,9 +110,9 @@ class Scheduler:
     def plan(self) -> StepPlan:
         """The next step. Empty if nothing can be done before a launched step has been read back."""
         slots = self.slots
-        wanting = slots.planned < slots.limit
+        wanting = self._wanting()
         self._grow(np.flatnonzero(wanting & (slots.planned - slots.computed == 1)))
-        wanting = slots.planned < slots.limit  # growing may have preempted some
+        wanting = self._wanting()  # growing may have preempted some
         left = np.where(wanting, slots.planned - slots.computed, 0)
         decodes = np.flatnonzero(left == 1)
         budget = self.max_num_batched_tokens - len(decodes)
@@ -128,6 +129,14 @@ class Scheduler:
             self._copies, self._saves, self._loads = [], [], []
         self._advance(plan)
         return plan
+
+    def _wanting(self) -> npt.NDArray[np.bool_]:
+        """Slots that go on. One with a grammar waits until its last token was read back, which decides what may follow
+        it."""
+        slots = self.slots
+        waits = slots.constrained & (slots.planned > slots.known)
+        wanting: npt.NDArray[np.bool_] = (slots.planned < slots.limit) & ~waits
+        return wanting
 
     def _snapshots(self, chunks: list[Chunk]) -> list[tuple[int, int]]:
         """Snapshots after the chunks that end where their request asked for one: (slot, row)."""

@@ -3,11 +3,13 @@
 from rally.engines.remote.canary import CanaryError, Oracle, tolerance_of
 from rally.engines.remote.client import ClientSettings, ServerReplica
 from rally.engines.remote.engine import RemoteEngine, RemoteSettings
+from rally.engines.remote.joining import JoinFolder, ServerAnnouncement, announce, join_folder
 from rally.engines.remote.launched_server import LaunchedServer
 from rally.engines.remote.rally_api import Rally, RallyReplica
 from rally.engines.remote.server_api import Launch, ServerApi
 from rally.engines.remote.sglang_api import Sglang
 from rally.engines.remote.vllm_api import Vllm
+from rally.engines.remote.weight_deltas import DeltaFiles
 from rally.engines.remote.weight_updates import (
     CudaIpcWeights,
     WeightFiles,
@@ -30,6 +32,11 @@ __all__ = [
     "ServerReplica",
     "Sglang",
     "Vllm",
+    "DeltaFiles",
+    "JoinFolder",
+    "ServerAnnouncement",
+    "announce",
+    "join_folder",
     "WeightFiles",
     "CudaIpcWeights",
     "WeightTransport",

@@ -57,6 +57,7 @@ IDLE_SECONDS = 3.0  # that a connection is kept for reuse; less than the 5 s aft
 BUSY_TRIES = 5
 STRING_TOKENS = 256  # of one request if stop strings are searched: the most that are sampled in vain
 BUSY_SECONDS = 60.0  # the maximum wait for one Retry-After
+QUESTIONS = ("/prompt_logprobs", "/tokenizer", "/get_model_info", "/get_server_info", "/v1/models", "/v1/completions")
 CLIENT_ERRORS = (400, 401, 403, 404, 413, 422)
 
 Result = TypeVar("Result")
@@ -91,12 +92,12 @@ class ServerReplica:
         self.settings = settings or ClientSettings()
         _require_aiohttp()  # now, because a failing first call would be retried as if the server were starting
         bearer = {"Authorization": f"Bearer {token}"} if token else api.headers()
-        self._headers = _headers(self.url, credentials, bearer)
+        self.headers = _headers(self.url, credentials, bearer)
         self.version: int | None = None  # of its weights, if known
         self.serving = False  # whether it accepts requests
         self.asleep = False  # it has released its memory
         self._woken: set[str] = set()  # parts of its memory that were restored, if waking failed half way
-        self._salt = ""
+        self.salt = ""
         self._links: dict[asyncio.AbstractEventLoop, _Link] = {}
         self._aborting: set[asyncio.Task[None]] = set()
 
@@ -134,7 +135,7 @@ class ServerReplica:
         if before is None or not self.serving:
             raise ReplicaGone(f"{self.name} does not have the current weights")
         start = time.perf_counter()
-        ids, salt = tuple(prompt_ids), self._salt
+        ids, salt = tuple(prompt_ids), self.salt
         request = GenerationRequest(
             id=uuid.uuid4().hex,
             prompt_ids=ids,
@@ -219,7 +220,7 @@ class ServerReplica:
                 await self._control(self.api.load(source, version, in_flight))
             self.asleep = False
             self._woken.clear()
-            self._salt = f"rally-{uuid.uuid4().hex}"
+            self.salt = f"rally-{uuid.uuid4().hex}"
             self.version = version  # before it resumes: from then on it samples from these weights
         except EngineError:
             self.version = None
@@ -282,7 +283,7 @@ class ServerReplica:
         if loop not in self._links:
             await self._close_links(lambda other: other.is_closed())
         if loop not in self._links:
-            session = _new_session(self._headers)
+            session = _new_session(self.headers)
             self._links[loop] = _Link(session, asyncio.Semaphore(self.settings.max_connections))
         return self._links[loop]
 
@@ -401,6 +402,8 @@ def _hint(path: str, status: int) -> str:
         return "; start vLLM with --enable-scale-out, which enables the route for token ids"
     if status == 401:
         return f"; set {TOKEN_VARIABLE} to its token, or put the user and password of its proxy into its address"
+    if status == 404 and path in QUESTIONS:
+        return "; it is another kind of server than configured, or an older one"
     if status == 404:
         return "; start the server with its routes for weight updates (vLLM: VLLM_SERVER_DEV_MODE=1)"
     return ""

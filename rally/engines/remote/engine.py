@@ -4,6 +4,9 @@ After an update every server loads the new version and must pass a canary genera
 requests. Before the next update it must pass it again. A launched server that dies is restarted with the current
 weights, while requests go to the others or wait. Servers that share the trainer's GPU sleep during the update, so that
 the trainer can use their memory.
+
+Servers may join and leave while the run goes on (`joining`). One that joins gets requests after it has loaded the
+current weights and passed the probe. One that leaves or dies loses no request: its requests are sent to others.
 """
 
 from __future__ import annotations
@@ -12,18 +15,19 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from rally.engines.base import EngineError, UtilizationClock
 from rally.engines.remote.canary import CanaryError, Oracle, canary, probe
-from rally.engines.remote.client import ServerReplica
+from rally.engines.remote.client import HEALTH_SECONDS, ServerReplica
+from rally.engines.remote.joining import JoinFolder, ServerAnnouncement
 from rally.engines.remote.launched_server import LaunchedServer
-from rally.engines.remote.server_api import InFlight
+from rally.engines.remote.server_api import HttpCall, InFlight
 from rally.engines.remote.weight_updates import WeightTransport
 from rally.engines.router.router import Router
 from rally.engines.router.server_state import Duty, RouterSettings
@@ -31,6 +35,7 @@ from rally.types import Generation, ImageSpan, SamplingParams
 from rally.util.subprocesses import POLL_SECONDS
 
 Result = TypeVar("Result")
+JOINING = "joining"  # the watcher of servers that join
 
 _log = logging.getLogger(__name__)
 
@@ -50,12 +55,28 @@ class RemoteSettings:
     router: RouterSettings = field(default_factory=RouterSettings)
 
 
+class ServerClients(Protocol):
+    """Other processes that send requests to the servers."""
+
+    @property
+    def busy_seconds(self) -> float: ...
+
+    def lap(self) -> dict[str, float]:
+        """Metrics since the last call."""
+        ...
+
+
 class RemoteEngine:
     """A `TrainingEngine` over servers. The router owns the servers and routes requests; this class manages weights and
     processes."""
 
     def __init__(
-        self, servers: Sequence[ServerReplica], weights: WeightTransport, oracle: Oracle, settings: RemoteSettings
+        self,
+        servers: Sequence[ServerReplica],
+        weights: WeightTransport,
+        oracle: Oracle,
+        settings: RemoteSettings,
+        joining: JoinFolder | None = None,
     ) -> None:
         self.servers = list(servers)
         self.router = Router(servers, settings.router, max_model_len=settings.max_model_len)
@@ -67,6 +88,11 @@ class RemoteEngine:
         self._requests = UtilizationClock()
         self._update_lock = asyncio.Lock()  # an update and a restart must not send weights at once
         self._watchers: dict[str, asyncio.Task[None]] = {}
+        self.clients: ServerClients | None = None  # processes that ask the servers by themselves
+        self._joining = joining
+        self.joined: dict[ServerAnnouncement, ServerReplica] = {}
+        self._attempts: dict[ServerAnnouncement, asyncio.Task[None]] = {}  # to join or to leave
+        self._join_problems: dict[ServerAnnouncement, str] = {}
 
     @property
     def weight_version(self) -> int:
@@ -78,7 +104,7 @@ class RemoteEngine:
 
     @property
     def busy_seconds(self) -> float:
-        return self._requests.seconds
+        return self._requests.seconds if self.clients is None else self.clients.busy_seconds
 
     def begin_at(self, version: int) -> None:
         assert not self._watchers, "the engine has already been started"
@@ -91,6 +117,8 @@ class RemoteEngine:
         self._watchers = {server.name: asyncio.create_task(self._watch(server)) for server in own}
         for name, watcher in self._watchers.items():
             watcher.add_done_callback(functools.partial(self._watcher_ended, name))
+        if self._joining is not None:
+            self._watchers[JOINING] = asyncio.create_task(self._watch_joining(self._joining))
 
     async def generate(
         self,
@@ -114,8 +142,9 @@ class RemoteEngine:
         replaced them since. Then put them to sleep, if they share the trainer's GPU. One that fails gets no more
         requests."""
         async with self._update_lock:
-            outcomes = await asyncio.gather(*(self._rest(s) for s in self.servers), return_exceptions=True)
-        await self._drop_failed(outcomes)
+            servers = list(self.servers)
+            outcomes = await asyncio.gather(*(self._rest(s) for s in servers), return_exceptions=True)
+        await self._drop_failed(servers, outcomes)
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -132,28 +161,50 @@ class RemoteEngine:
             written = time.perf_counter()
             if self.settings.sleeps:
                 torch.cuda.empty_cache()  # servers need the memory that the update used
-            outcomes = await asyncio.gather(*(self._update(s) for s in self.servers), return_exceptions=True)
-        await self._drop_failed(outcomes)
+            servers = list(self.servers)
+            outcomes = await asyncio.gather(*(self._update(s) for s in servers), return_exceptions=True)
+        await self._drop_failed(servers, outcomes)
         differences = [outcome for outcome in outcomes if isinstance(outcome, float)]
         return {
             "timing_s/write_weights": written - start,
             "engine/servers": float(sum(server.serving for server in self.servers)),
+            "engine/joined": float(len(self.joined)),
             "engine/restarts": float(self.restarts),
             **({"engine/canary_difference": max(differences)} if differences else {}),
             **self.router.lap(),
+            **({} if self.clients is None else self.clients.lap()),
+        }
+
+    def describe_servers(self) -> dict[str, Any]:
+        """The servers and their state, for processes that ask them by themselves."""
+        return {
+            "version": self._version,
+            "servers": [
+                {
+                    "name": server.name,
+                    "url": server.url,
+                    "headers": server.headers,
+                    "version": server.version,
+                    "serving": server.serving and self.router.has_duty(server.name, Duty.ON),
+                    "lost": self.router.has_duty(server.name, Duty.LOST),
+                    "salt": server.salt,
+                }
+                for server in tuple(self.servers)
+            ],
         }
 
     async def close(self) -> None:
-        for watcher in self._watchers.values():
-            watcher.cancel()
-        await asyncio.gather(*self._watchers.values(), return_exceptions=True)
+        tasks = [*self._watchers.values(), *self._attempts.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self.router.close()
         self.weights.close()
 
     async def _rest(self, server: ServerReplica) -> None:
         if server.serving and server.version == self._version:
             await canary(server, self.oracle)
-        if self.settings.sleeps:
+        if self.settings.sleeps and server not in self.joined.values():
             self.router.pause(server.name)
             await server.sleep()
 
@@ -161,6 +212,8 @@ class RemoteEngine:
         """Load the current weights into a server, check them, and only then give it requests. Returns the canary's
         difference."""
         self.router.pause(server.name)
+        if server in self.joined.values():  # a node that is gone must not hold up the others until a load times out
+            await server.call(HttpCall("/health"), HEALTH_SECONDS)
         difference = await self._send_and_check(server, lambda: canary(server, self.oracle))
         self.router.back(server.name)
         return difference
@@ -177,9 +230,9 @@ class RemoteEngine:
                 raise
         return await self._send_and_check(server, check)
 
-    async def _drop_failed(self, outcomes: Sequence[object]) -> None:
-        """Give no more requests to servers whose outcome is an error. Raises on a failed canary, on an unexpected
-        error, or if no server is left."""
+    async def _drop_failed(self, servers: Sequence[ServerReplica], outcomes: Sequence[object]) -> None:
+        """Give no more requests to servers whose outcome is an error; those that joined leave. Raises on a failed
+        canary, on an unexpected error, or if no server is left."""
         for outcome in outcomes:
             if isinstance(outcome, BaseException) and (
                 isinstance(outcome, CanaryError) or not isinstance(outcome, EngineError)
@@ -187,9 +240,14 @@ class RemoteEngine:
                 raise outcome
         failed = {
             server.name: outcome
-            for server, outcome in zip(self.servers, outcomes, strict=True)
+            for server, outcome in zip(servers, outcomes, strict=True)
             if isinstance(outcome, EngineError)
         }
+        if not failed:
+            return
+        for announcement, server in list(self.joined.items()):
+            if server.name in failed:
+                self._leave(announcement, str(failed.pop(server.name)))
         if not failed:
             return
         await asyncio.sleep(2 * POLL_SECONDS)  # let watchers notice processes that have died
@@ -204,6 +262,59 @@ class RemoteEngine:
         await server.up(await self.weights.folder())
         window = self.settings.max_model_len
         await self._send_and_check(server, lambda: probe(server, self.oracle, self.settings.sampling, window))
+
+    async def _watch_joining(self, joining: JoinFolder) -> None:
+        """Let servers join and leave as they are announced."""
+        while True:
+            announced = await asyncio.to_thread(joining.read)
+            for one in announced - self.joined.keys() - self._attempts.keys():
+                self._begin(one, self._join(one, joining.make))
+            for one in set(self.joined) - announced:
+                self._leave(one, "it is no longer announced")
+            await asyncio.sleep(self.settings.router.health_every)
+
+    def _begin(self, one: ServerAnnouncement, work: Coroutine[Any, Any, None]) -> None:
+        """Let a server join or leave in the background."""
+        task = self._attempts[one] = asyncio.create_task(work)
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if self._attempts.get(one) is task:
+                del self._attempts[one]
+            if not task.cancelled() and (problem := task.exception()) is not None:
+                _log.warning("%s failed to join or to leave: %s: %s", one.url, type(problem).__name__, problem)
+
+        task.add_done_callback(ended)
+
+    async def _join(self, one: ServerAnnouncement, make: Callable[[ServerAnnouncement], ServerReplica]) -> None:
+        """Load the current weights into a server and add it. If that fails it is tried again; a problem is reported
+        when it changes."""
+        server = None
+        try:
+            server = make(one)
+            await server.call(HttpCall("/health"), HEALTH_SECONDS)
+            async with self._update_lock:
+                await self._stage_current()
+                await self._bring_up(server)
+                self.router.add(server)
+                self.servers.append(server)
+                self.joined[one] = server
+        except EngineError as problem:
+            if self._join_problems.get(one) != str(problem):
+                self._join_problems[one] = str(problem)
+                _log.warning("%s cannot join yet: %s", one.url, problem)
+        else:
+            self._join_problems.pop(one, None)
+            _log.warning("%s joined the run with weights of version %d", server.name, self._version)
+        finally:
+            if server is not None and one not in self.joined:
+                await server.close()
+
+    def _leave(self, one: ServerAnnouncement, reason: str) -> None:
+        """Give a server no more weights and no more requests; it is closed when those that it has have ended."""
+        server = self.joined.pop(one)
+        self.servers.remove(server)
+        _log.warning("%s leaves the run: %s", server.name, reason)
+        self._begin(one, self.router.remove(server.name))
 
     async def _watch(self, server: LaunchedServer) -> None:
         """Restart a server when it dies, up to `max_restarts` times; then it is lost."""

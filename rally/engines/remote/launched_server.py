@@ -1,8 +1,8 @@
-"""A rollout server that the run launches: its port, its process, and the environment it runs in.
+"""A rollout server that the run launches: its node, its port, its process, and the environment it runs in.
 
 A server that fails to start is reported with the end of its log. The process ends with the run. Each server has a
-random token, without which it answers no request: other users of the machine can connect to its port. The token is
-passed in the environment of the process, which only its owner can read.
+random token, without which it answers no request: others can connect to its port. The token is passed in the
+environment of the process, which only its owner can read. On another node it listens on that node's address only.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from typing import NamedTuple
 from rally.engines.base import EngineError, ReplicaGone
 from rally.engines.remote.client import ClientSettings, ServerReplica
 from rally.engines.remote.server_api import TOKEN_VARIABLE, ServerApi
+from rally.nodes import LOCAL, Node, NodeError, NodeProcess
 from rally.types import Generation, SamplingParams
 from rally.util.locks import Lock, hold
-from rally.util.subprocesses import POLL_SECONDS, ServerProcess
+from rally.util.subprocesses import POLL_SECONDS
 
 PORTS = 1000  # how many are tried
 
@@ -80,10 +81,12 @@ class LaunchedServer(ServerReplica):
         port_start: int | None = None,
         environment: Mapping[str, str] | None = None,
         settings: ClientSettings | None = None,
+        node: Node = LOCAL,
     ) -> None:
         token = secrets.token_urlsafe(32)
         super().__init__(NO_URL, api, settings, token)
-        self.process: ServerProcess | None = None
+        self.node = node
+        self.process: NodeProcess | None = None
         self._command = command
         self._log = log
         self._port_start = port_start
@@ -110,15 +113,28 @@ class LaunchedServer(ServerReplica):
         await self.down()
         self.asleep = False
         self._woken.clear()
-        self._port = reserve_port(self._port_start)
-        self.url = f"http://127.0.0.1:{self._port.number}"
-        self.process = ServerProcess(self._command(folder, self._port.number), self._environment, self._log)
+        try:
+            await self._launch(folder)
+        except NodeError as problem:
+            raise ReplicaGone(f"{self.name} cannot be started: {problem}") from None
+        assert self.process is not None
         try:
             await self._wait_until_healthy(self._check_alive)
         except ReplicaGone as problem:
             log_tail = self.process.log_tail()
             await self.down()
             raise ReplicaGone(f"{problem}; {log_tail}") from None
+
+    async def _launch(self, folder: str) -> None:
+        if self.node is LOCAL:
+            self._port = reserve_port(self._port_start)
+            number = self._port.number
+            self.process = self.node.launch(self._command(folder, number), self._environment, self._log)
+        else:
+            number = await asyncio.to_thread(self.node.free_port)
+            command = self._command(folder, number)
+            self.process = await asyncio.to_thread(self.node.launch, command, self._environment, self._log)
+        self.url = f"http://{self.node.address}:{number}"
 
     async def close(self) -> None:
         await super().close()
@@ -131,12 +147,14 @@ class LaunchedServer(ServerReplica):
     async def down(self) -> None:
         """End the process; `up` starts it again."""
         self.serving = False
+        self.version = None
         if self.process is not None:
             await self.process.stop()
             self.process = None
+        self.url = NO_URL  # another server may use the port from now on
         if self._port is not None:
             self._port.lock.release()
-            self._port, self.url = None, NO_URL  # another server may use the port from now on
+            self._port = None
 
 
 FIND = """

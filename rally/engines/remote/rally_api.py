@@ -1,4 +1,5 @@
-"""The API of Rally's own server: `rally serve engine --accept-weights`. Weights are loaded from a folder.
+"""The API of Rally's own server: `rally serve engine --accept-weights`. Weights are loaded from a folder, from
+deltas, or from both.
 
 The server runs the embedded engine, so spans, log-probabilities and seeds have the same meaning as in process. Its
 policy for requests in flight is set when it starts; a server whose policy differs from the run's rejects weights.
@@ -18,6 +19,7 @@ from rally.engines.remote.server_api import (
     InFlight,
     Launch,
     Source,
+    WeightChain,
     as_list,
     checked_generation,
     flags,
@@ -77,6 +79,7 @@ class Rally:
 
     def command(self, launch: Launch) -> list[str]:
         options: dict[str, Any] = {
+            "host": launch.host,
             "port": launch.port,
             "dtype": launch.dtype,
             "max_model_len": launch.max_model_len,
@@ -112,6 +115,10 @@ class RallyReplica(ServerReplica):
 
 
 def _load(source: Source, version: int, in_flight: InFlight) -> HttpCall:
-    if not isinstance(source, str):
-        raise EngineError("a `rally serve engine` server loads weights only from a folder, not by CUDA IPC")
-    return HttpCall("/load_weights", {"folder": source, "version": version, "in_flight": in_flight})
+    if isinstance(source, WeightChain):
+        files: dict[str, Any] = {"folder": source.folder, "deltas": list(source.deltas)}
+    elif isinstance(source, str):
+        files = {"folder": source}
+    else:
+        raise EngineError("a `rally serve engine` server loads weights only from files, not by CUDA IPC")
+    return HttpCall("/load_weights", {**files, "version": version, "in_flight": in_flight})

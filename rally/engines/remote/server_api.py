@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from rally.engines.base import ReplicaGone, SampleVoid
+from rally.engines.base import EngineError, ReplicaGone, SampleVoid
 from rally.types import FinishReason, Generation, Routes, SamplingParams, WeightSpan
 
 TOKEN_VARIABLE = "RALLY_ENGINE_TOKEN"
@@ -34,7 +34,9 @@ def generation_to_wire(generation: Generation) -> dict[str, Any]:
     """The JSON form of a generation, as Rally's own server returns it."""
     spans = [[span.version, span.start, span.end] for span in generation.spans]
     assert generation.routes is None, "Rally's own server does not return expert choices"
-    return {f.name: getattr(generation, f.name) for f in fields(generation) if f.name != "routes"} | {"spans": spans}
+    assert generation.constrained is None, "Rally's own server accepts no grammars over this protocol"
+    names = [f.name for f in fields(generation) if f.name not in ("routes", "constrained")]
+    return {name: getattr(generation, name) for name in names} | {"spans": spans}
 
 
 InFlight = Literal["abort", "keep", "recompute"]
@@ -48,8 +50,24 @@ class IpcExport(Protocol):
     def for_sglang(self) -> str: ...
 
 
-Source = str | IpcExport
-"""Where weights are: a folder, or GPU memory."""
+class WeightChain(NamedTuple):
+    """Delta files, to be applied in this order to the weights in `folder`; None: to those that the server has."""
+
+    folder: str | None
+    deltas: tuple[str, ...]
+
+
+Source = str | IpcExport | WeightChain
+"""Where weights are: a folder, GPU memory, or deltas in files."""
+
+
+def without_deltas(source: Source, server: str) -> str | IpcExport:
+    """The source, for a server that loads only whole models."""
+    if not isinstance(source, WeightChain):
+        return source
+    if source.deltas or source.folder is None:
+        raise EngineError(f"{server} cannot apply weight deltas; use rollout.checkpoint_engine.backend=files with it")
+    return source.folder
 
 
 class HttpCall(NamedTuple):
@@ -91,6 +109,7 @@ class Launch:
     max_num_seqs: int
     max_num_batched_tokens: int
     memory_share: float
+    host: str = "127.0.0.1"
     tensor_parallel: int = 1
     frontends: int = 1  # HTTP processes, if the server supports several
     on_cpu: bool = False

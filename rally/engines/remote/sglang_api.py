@@ -23,6 +23,7 @@ from rally.engines.remote.server_api import (
     flags,
     get_field,
     int32_routes,
+    without_deltas,
 )
 from rally.types import Generation
 
@@ -119,7 +120,7 @@ class Sglang:
         _require_memory_saver(launch)
         options: dict[str, Any] = {
             "model_path": launch.folder,
-            "host": "127.0.0.1",
+            "host": launch.host,
             "port": launch.port,
             "dtype": launch.dtype,
             "context_length": launch.max_model_len,
@@ -145,7 +146,7 @@ class Sglang:
 
 
 def _update(source: Source, version: int, options: dict[str, Any]) -> HttpCall:
-    fields = {"weight_version": str(version), **options}
+    source, fields = without_deltas(source, "SGLang"), {"weight_version": str(version), **options}
     if isinstance(source, str):
         return HttpCall("/update_weights_from_disk", {"model_path": source, **fields})
     return HttpCall("/update_weights_from_tensor", {"serialized_named_tensors": [source.for_sglang()], **fields})

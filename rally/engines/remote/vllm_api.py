@@ -22,6 +22,7 @@ from rally.engines.remote.server_api import (
     flags,
     get_field,
     npy_routes,
+    without_deltas,
 )
 from rally.types import Generation
 
@@ -115,7 +116,7 @@ class Vllm:
 
     def command(self, launch: Launch) -> list[str]:
         options: dict[str, Any] = {
-            "host": "127.0.0.1",
+            "host": launch.host,
             "port": launch.port,
             "served_model_name": "policy",
             "dtype": launch.dtype,
@@ -152,6 +153,7 @@ class Vllm:
 
 
 def _reload(source: Source, version: int) -> tuple[HttpCall, ...]:
+    source = without_deltas(source, "vLLM")
     version_call = HttpCall("/update_weight_version", {"new_version": str(version)}, optional=True)
     if isinstance(source, str):
         return HttpCall(

@@ -1,4 +1,5 @@
 """Transports for weight updates: files, or CUDA IPC handles for a server on the trainer's own GPU.
+`weight_deltas` has a third one.
 
 If a server does not accept handles, files are used from then on, with a warning that says why. Handles are sent over
 the servers' own HTTP routes (written from the sources of vLLM 0.26.0 and 0.32.0 and SGLang 0.5.16). vLLM unpickles what
@@ -28,7 +29,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from rally.engines.base import EngineError
 from rally.engines.remote.client import ServerReplica
 from rally.engines.remote.server_api import InFlight
-from rally.util.locks import hold
+from rally.util.locks import Lock, hold
 
 FOLDERS = "rally-weights-"
 ALIVE = ".alive"  # locked while the folder is in use
@@ -72,9 +73,7 @@ class WeightFiles:
 
     def __init__(self, write: Callable[[Path], None], parent: Path) -> None:
         self._write = write
-        new = Path(tempfile.mkdtemp(prefix=f".{FOLDERS}", dir=parent))  # a name that remove_stale_folders skips
-        self._alive = hold(new / ALIVE)
-        self._root = new.rename(parent / new.name[1:])
+        self._root, self._alive = new_weights_folder(parent)
         self.version: int | None = None
 
     async def stage(self, version: int) -> None:
@@ -87,10 +86,14 @@ class WeightFiles:
         self._write(work)
         shutil.rmtree(new, ignore_errors=True)
         work.rename(new)
+        self._staged(version, None if self.version is None else self._root / str(self.version), new)
         self.version = version
         for old in self._root.iterdir():
             if old not in (new, self._root / ALIVE):
                 shutil.rmtree(old)
+
+    def _staged(self, version: int, old: Path | None, new: Path) -> None:
+        """Called when a version was written to `new`, before `old`, of the version before, is removed."""
 
     async def send(self, server: ServerReplica, in_flight: InFlight) -> None:
         assert self.version is not None, "no weights were staged yet"
@@ -107,6 +110,13 @@ class WeightFiles:
         if self._alive is not None:
             self._alive.release()
             self._alive = None
+
+
+def new_weights_folder(parent: Path) -> tuple[Path, Lock | None]:
+    """A new folder for weights in `parent`, and the lock that shows that it is in use."""
+    new = Path(tempfile.mkdtemp(prefix=f".{FOLDERS}", dir=parent))  # a name that remove_stale_folders skips
+    lock = hold(new / ALIVE)
+    return new.rename(parent / new.name[1:]), lock
 
 
 def choose_weights_folder(size: int, on_disk: Path) -> Path:

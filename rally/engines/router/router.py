@@ -17,10 +17,10 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from rally.engines.base import NO_IMAGES, EngineError, Replica, ReplicaBusy, ReplicaGone, SampleVoid
+from rally.engines.base import NO_GRAMMAR, NO_IMAGES, EngineError, Replica, ReplicaBusy, ReplicaGone, SampleVoid
 from rally.engines.prometheus import Metric, exposition, labelled
 from rally.engines.router.routing_policy import RoutingPolicy
 from rally.engines.router.server_state import Duty, RouterSettings, Ticket
@@ -33,8 +33,15 @@ class Router:
     """An `Engine` over replicas. The component that updates the servers sets `weight_version`."""
 
     def __init__(
-        self, replicas: Iterable[Replica], settings: RouterSettings | None = None, *, max_model_len: int
+        self,
+        replicas: Iterable[Replica],
+        settings: RouterSettings | None = None,
+        *,
+        max_model_len: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`clock`: another one than that of the machine, for simulations. Timers are those of the event loop."""
+        self._clock = clock
         self.settings = settings or RouterSettings()
         self.weight_version = 0
         self._max_model_len = max_model_len
@@ -72,7 +79,7 @@ class Router:
 
     def add(self, replica: Replica) -> None:
         """Add a server, which gets requests from now on."""
-        self._policy.add(replica.name, time.monotonic())
+        self._policy.add(replica.name, self._clock())
         self._replicas[replica.name] = replica
         self._dispatch()
 
@@ -81,7 +88,7 @@ class Router:
         if name not in self._replicas or name in self._drained:
             raise EngineError(f"there is no server {name!r} to remove; choose one of {', '.join(self._replicas)}")
         drained = self._drained[name] = asyncio.Event()
-        self._policy.remove(name, time.monotonic())
+        self._policy.remove(name, self._clock())
         self._dispatch()
         await drained.wait()
         await self._replicas.pop(name).close()
@@ -98,6 +105,11 @@ class Router:
         """The server's current duty."""
         return self._policy.servers[name].duty
 
+    def has_duty(self, name: str, duty: Duty) -> bool:
+        """Whether the server is known and has this duty. May be asked from any thread."""
+        server = self._policy.servers.get(name)
+        return server is not None and server.duty is duty
+
     def lost(self, name: str, reason: str) -> None:
         """The server will not come back. If all servers are lost, requests fail at once with the reason."""
         self._loss_reason = reason
@@ -108,7 +120,7 @@ class Router:
         self._assign(name, Duty.ON)
 
     def _assign(self, name: str, duty: Duty) -> None:
-        self._policy.assign(name, duty, time.monotonic())
+        self._policy.assign(name, duty, self._clock())
         self._dispatch()
 
     async def generate(
@@ -123,15 +135,17 @@ class Router:
             raise EngineError("the router is closed; build a new one")
         if images:
             raise EngineError(NO_IMAGES)
+        if params.grammar:
+            raise EngineError(NO_GRAMMAR)
         if params.seed is None:
             params = replace(params, seed=self._random.getrandbits(SEED_BITS))
         self._start_health_checks()
-        start = time.monotonic()
+        start = self._clock()
         ticket = self._policy.ask(session, start)
         try:
             while True:
                 await self._turn(ticket)
-                waited = time.monotonic() - start
+                waited = self._clock() - start
                 generation = await self._try(ticket, prompt_ids, params)
                 if generation is not None:
                     return _after(waited, generation)
@@ -212,24 +226,24 @@ class Router:
         try:
             generation = await self._send(ticket, self._replicas[ticket.server], prompt_ids, params)
         except ReplicaBusy as busy:
-            self._policy.refused(ticket, busy.retry_after, time.monotonic())
+            self._policy.refused(ticket, busy.retry_after, self._clock())
             return None
         except SampleVoid:
-            self._policy.void(ticket, time.monotonic())
+            self._policy.void(ticket, self._clock())
             self._tokens["recomputed_prompt_tokens"] += len(prompt_ids)
             return None
         except ReplicaGone as gone:
             self._last_failure = f"{ticket.server}: {gone}"
             self._tokens["recomputed_prompt_tokens"] += len(prompt_ids)
-            if not self._policy.failed(ticket, time.monotonic()):
+            if not self._policy.failed(ticket, self._clock()):
                 raise ReplicaGone(
                     f"{ticket.failures} tries of one request failed, the last on {self._last_failure}"
                 ) from gone
             return None
         except EngineError:
-            self._policy.done(ticket, time.monotonic())  # an invalid request, rightly rejected
+            self._policy.done(ticket, self._clock())  # an invalid request, rightly rejected
             raise
-        self._policy.done(ticket, time.monotonic())
+        self._policy.done(ticket, self._clock())
         self._count(prompt_ids, generation)
         return generation
 
@@ -252,7 +266,7 @@ class Router:
 
     def _dispatch(self) -> None:
         """Send the tickets that the policy places, and set a timer for when time alone may change its decisions."""
-        now = time.monotonic()
+        now = self._clock()
         for ticket in self._policy.place(now):
             self._wake(ticket)
         for ticket in self._policy.stranded(now):
@@ -304,7 +318,7 @@ class Router:
                 ok = await replica.healthy()
         except TimeoutError:
             ok = False
-        if self._policy.heard(replica.name, ok, time.monotonic()):
+        if self._policy.heard(replica.name, ok, self._clock()):
             self._abandon(replica.name)
 
     def _abandon(self, name: str) -> None:

@@ -32,12 +32,12 @@ class RoutingPolicy:
         self._homes: OrderedDict[str, str] = OrderedDict()  # session to server, least recently used first
         self._queue: list[Ticket] = []  # tickets that wait for any server, oldest first
         self._random = random.Random(self.settings.seed)
-        self._asked = 0
+        self._asked = self._waiting = 0
         self._outage_since: float | None = None
 
     @property
     def waiting(self) -> int:
-        return len(self._queue) + sum(len(server.queue) for server in self.servers.values())
+        return self._waiting
 
     @property
     def all_lost(self) -> bool:
@@ -98,7 +98,7 @@ class RoutingPolicy:
         if ticket.failures >= self.settings.max_tries:
             self.counts["given_up"] += 1
             return False
-        insort(self._queue, ticket, key=_serial)
+        self._insert(self._queue, ticket)
         return True
 
     def refused(self, ticket: Ticket, retry_after: float, now: float) -> None:
@@ -107,7 +107,7 @@ class RoutingPolicy:
         self.counts["refusals"] += 1
         if server.refused(retry_after, now) > self.settings.patience:
             self._release_queue(server)
-            insort(self._queue, ticket, key=_serial)
+            self._insert(self._queue, ticket)
         else:
             self._enqueue(ticket, now)
         self._forget_if_empty(server)
@@ -206,13 +206,22 @@ class RoutingPolicy:
     def _enqueue(self, ticket: Ticket, now: float) -> None:
         home = self.servers.get(self._homes.get(ticket.session or "", ""))
         stays = home is not None and home.usable and not self._lags(home, now)
-        insort(home.queue if home is not None and stays else self._queue, ticket, key=_serial)
+        self._insert(home.queue if home is not None and stays else self._queue, ticket)
+
+    def _insert(self, queue: list[Ticket], ticket: Ticket) -> None:
+        insort(queue, ticket, key=_serial)
+        ticket.queued = True
+        self._waiting += 1
 
     def _withdraw(self, ticket: Ticket) -> None:
+        if not ticket.queued:
+            return
         for queue in (self._queue, *(server.queue for server in self.servers.values())):
             at = bisect_left(queue, ticket.serial, key=_serial)
             if at < len(queue) and queue[at] is ticket:
                 del queue[at]
+                ticket.queued = False
+                self._waiting -= 1
                 return
 
     def _set_home(self, ticket: Ticket, server: ServerState) -> None:

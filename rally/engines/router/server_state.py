@@ -60,6 +60,7 @@ class Ticket:
     server: str | None = None
     tried: set[str] = field(default_factory=set)
     failures: int = 0
+    queued: bool = False
     probe: bool = False  # sent to a half-open server
 
 

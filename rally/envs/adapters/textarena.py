@@ -1,7 +1,8 @@
-"""The adapter `textarena/<id>`: games in text, alone or against an opponent. One seat is trained.
+"""The adapter `textarena/<id>`: games in text, alone, against an opponent, or against the policy itself.
 
-The policy sees only what is new in each turn. Rewards come at the end of a game. If the opponent loses by an invalid
-move, the reward is 0: such a win teaches nothing. The games use the process-global random state; each sees its own.
+The policy sees only what is new in each turn. Rewards come at the end of a game. If another seat loses by an invalid
+move, the reward is 0 (`forfeit: exclude`): such a win teaches nothing. The games use the process-global random state;
+each sees its own. With `opponent: self` all seats are trained, and validation is played against `val_opponent`.
 """
 
 from __future__ import annotations
@@ -10,16 +11,18 @@ import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import textarena
 from textarena.envs.registration import ENV_REGISTRY
 
 from rally.envs.adapters.global_random import GlobalRandom
-from rally.envs.base import EnvError, Environment, EnvTurn
+from rally.envs.base import EnvError, Environment, EnvTurn, MatchEnd, SeatTurn
 from rally.importing import ImportFailed, import_module, look_in
 
 Opponent = Callable[[str, random.Random], str]
+Forfeit = Literal["exclude", "count"]
+SELF = "self"
 MOST_MOVES = 1000  # of opponents between two turns of the policy
 _BRACKETS = re.compile(r"\[[^\[\]\n]{1,40}\]")
 
@@ -33,14 +36,20 @@ def make(
     opponent: str = "random",
     seat: int | Literal["random"] = 0,
     num_players: int | None = None,
+    val_opponent: str = "random",
+    forfeit: Forfeit = "exclude",
     **kwargs: Any,
 ) -> Environment:
     """The environment of a game. `opponent` plays the other seats: `random` chooses among the moves that the game
-    lists, or a function `module.function(observation, rng) -> str` does. `kwargs` are those of textarena.make."""
+    lists, a function `module.function(observation, rng) -> str` does, or the policy itself (`self`). `forfeit` says
+    whether a win by another seat's invalid move counts. `kwargs` are those of textarena.make."""
     if f"{name}-raw" not in ENV_REGISTRY:
         raise EnvError(f"there is no game textarena/{name}; `rally env list textarena` lists them")
-    plays = random_move if opponent == "random" else _function(opponent)
-    return TextArenaGame(name, kwargs, plays, seat, num_players)
+    if forfeit not in get_args(Forfeit):
+        raise EnvError(f"forfeit must be one of {', '.join(get_args(Forfeit))}, not {forfeit!r}; correct env.args")
+    chosen = val_opponent if opponent == SELF else opponent
+    plays = random_move if chosen == "random" else _function(chosen)
+    return TextArenaGame(name, kwargs, plays, seat, num_players, opponent == SELF, forfeit)
 
 
 def random_move(observation: str, rng: random.Random) -> str:
@@ -64,7 +73,7 @@ def _function(path: str) -> Opponent:
 
 
 class TextArenaGame(Environment):
-    """One game, in which the policy has one seat."""
+    """One game, in which the policy has one seat, or all."""
 
     def __init__(
         self,
@@ -73,9 +82,12 @@ class TextArenaGame(Environment):
         opponent: Opponent,
         seat: int | Literal["random"],
         num_players: int | None,
+        self_play: bool,
+        forfeit: Forfeit,
     ) -> None:
         self.name, self.kwargs, self.opponent = name, dict(kwargs), opponent
         self.chosen_seat, self.players = seat, num_players
+        self.self_play, self.forfeit = self_play, forfeit
         self.history: dict[int, str] = {}
 
     def reset(self, row: Mapping[str, Any], seed: int) -> tuple[str, Sequence[Mapping[str, Any]]]:
@@ -92,6 +104,46 @@ class TextArenaGame(Environment):
             raise EnvError(f"textarena/{self.name} with seed {seed} ended before the policy had a turn")
         return prompt, ()
 
+    def seats(self) -> int:
+        if not self.self_play:
+            return 1
+        with GlobalRandom(0).active():
+            self._start(0)
+        return self.players or 1
+
+    def start(self, row: Mapping[str, Any], seed: int) -> SeatTurn:
+        self.globals = GlobalRandom(seed)
+        with self.globals.active():
+            self._start(seed)
+            return self._next()
+
+    def play(self, turn: EnvTurn) -> SeatTurn | MatchEnd:
+        with self.globals.active():
+            self.done, _ = self.game.step(_move(turn))
+            if not self.done:
+                return self._next()
+            rewards, infos = self.game.close()
+        seats = range(self.players or 1)
+        ends = {seat: self._end(rewards, infos, seat) for seat in seats}
+        return MatchEnd(
+            rewards={seat: reward for seat, (_, reward, _) in ends.items()},
+            info={seat: info for seat, (_, _, info) in ends.items()},
+            texts={seat: reason for seat, (reason, _, _) in ends.items()},
+        )
+
+    def _next(self) -> SeatTurn:
+        player, observed = self.game.get_observation()
+        return SeatTurn(seat=player, observation=_told(observed, player))
+
+    def _end(self, rewards: Mapping[int, float], infos: Any, seat: int) -> tuple[str, float, dict[str, Any]]:
+        """The reason, reward and info of the end of a game for a seat."""
+        others = [other for other in rewards if other != seat]
+        forfeit = any(_invalid(infos, other) for other in others) and not _invalid(infos, seat)
+        info = {"rewards": {str(k): v for k, v in rewards.items()}, "invalid_move": _invalid(infos, seat)}
+        reason = str((infos or {}).get(seat, {}).get("reason", ""))
+        excluded = forfeit and self.forfeit == "exclude"
+        return reason, 0.0 if excluded else float(rewards[seat]), {**info, "forfeit": forfeit}
+
     def _start(self, seed: int) -> None:
         """Start a game with the number of players, or with the smallest number that it takes."""
         for players in (self.players,) if self.players else (1, 2, 3, 4, 5, 6):
@@ -107,18 +159,14 @@ class TextArenaGame(Environment):
         raise EnvError(f"textarena/{self.name} cannot be started ({problem}); set env.args.num_players")
 
     def step(self, turn: EnvTurn) -> tuple[str, float | None, bool, dict[str, Any]]:
-        move = turn.reply if "[" in turn.reply else f"[{turn.reply}]"
         with self.globals.active():
-            self.done, _ = self.game.step(move)
+            self.done, _ = self.game.step(_move(turn))
             observation = "" if self.done else self._until_own_turn()
             if not self.done:
                 return observation, None, False, {}
             rewards, infos = self.game.close()
-        others = [seat for seat in rewards if seat != self.seat]
-        forfeit = any(_invalid(infos, seat) for seat in others) and not _invalid(infos, self.seat)
-        info = {"rewards": {str(k): v for k, v in rewards.items()}, "invalid_move": _invalid(infos, self.seat)}
-        reason = str((infos or {}).get(self.seat, {}).get("reason", ""))
-        return reason, 0.0 if forfeit else float(rewards[self.seat]), True, {**info, "forfeit": forfeit}
+        reason, reward, info = self._end(rewards, infos, self.seat)
+        return reason, reward, True, info
 
     def _until_own_turn(self) -> str:
         """Let the opponents play. Returns what the policy has not seen yet."""
@@ -132,6 +180,10 @@ class TextArenaGame(Environment):
             if self.done:
                 return ""
         raise EnvError(f"textarena/{self.name} went on for {MOST_MOVES} moves without the policy's seat {self.seat}")
+
+
+def _move(turn: EnvTurn) -> str:
+    return turn.reply if "[" in turn.reply else f"[{turn.reply}]"
 
 
 def _invalid(infos: Any, seat: int) -> bool:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from rally.compat.verl.config_for_loops import as_written
+from rally.compat.verl.samplers import AbstractSampler, VerlSampler
 from rally.config import Config
+from rally.config.env import EnvEntry
 from rally.data import (
     EasyToHard,
     EasyToHardOptions,
@@ -19,8 +22,10 @@ from rally.data import (
     load_sampler_class,
     load_tasks,
 )
+from rally.data.row_files import DataError
 from rally.data.tasks import CustomRows
-from rally.envs import Environments, EnvSpec
+from rally.envs import Environment, Environments, EnvSpec
+from rally.envs.child import ChildEnvironment
 from rally.envs.registry import find_environment
 from rally.envs.rows import SeedPlan, env_tasks
 from rally.runs.build.models import tokenizer_of
@@ -44,8 +49,12 @@ def tasks_of(config: Config, files: Sequence[str], *, validate: bool = False) ->
 def environments_of(config: Config) -> Environments:
     """The environments of env.name or env.mixture; none if the rows are in files."""
     env = config.env
-    specs = [EnvSpec(label=e.label or e.name, make=find_environment(e.name), args=e.args) for e in env.entries]
+    specs = [EnvSpec(label=e.label or e.name, make=_made_by(e), args=e.args) for e in env.entries]
     return Environments(specs, env.timeout, env.unfinished_reward)
+
+
+def _made_by(entry: EnvEntry) -> Callable[..., Environment]:
+    return find_environment(entry.name) if entry.python is None else partial(ChildEnvironment, entry.python, entry.name)
 
 
 def env_tasks_of(
@@ -84,6 +93,22 @@ def _custom_rows(config: Config, files: Sequence[str]) -> CustomRows | None:
     return load_custom_rows(chosen.path, chosen.name, offered)
 
 
+def _custom_sampler(config: Config, tasks: TaskSet, settings: SamplerSettings) -> RowSampler:
+    """The sampler of a user's class, which is Rally's or verl's."""
+    path, name = str(config.data.sampler.class_path), str(config.data.sampler.class_name)
+    cls: Any = load_sampler_class(path, name, (RowSampler, AbstractSampler))
+    if issubclass(cls, RowSampler):
+        return cls(tasks, settings)  # type: ignore[no-any-return]
+    keys = as_written(config.data.model_dump(mode="json"))
+    sampler = VerlSampler(lambda rows: cls(data_source=rows, data_config=keys), tasks, settings)
+    own = len(sampler.sampler) if hasattr(sampler.sampler, "__len__") else len(tasks)
+    if own != len(tasks) and config.trainer.total_training_steps is None:
+        raise DataError(
+            f"an epoch of {name} has {own} rows and the data {len(tasks)}; set trainer.total_training_steps"
+        )
+    return sampler
+
+
 def sampler_of(config: Config, tasks: TaskSet, steps: int) -> RowSampler:
     """The sampler for a run of `steps` steps. A run of 0 steps gets the default one."""
     data, chosen = config.data, config.data.curriculum
@@ -94,7 +119,7 @@ def sampler_of(config: Config, tasks: TaskSet, steps: int) -> RowSampler:
         shuffle=data.shuffle,
     )
     if steps and data.sampler.class_path and data.sampler.class_name:
-        return load_sampler_class(data.sampler.class_path, data.sampler.class_name)(tasks, settings)
+        return _custom_sampler(config, tasks, settings)
     if steps and chosen.by == "field":
         grow = chosen.grow_steps or max(1, steps // 2)
         options = EasyToHardOptions(field=chosen.field, start_share=chosen.start_share, grow_steps=grow)

@@ -27,6 +27,8 @@ from rally.engines.embedded.engine import MirroredEngine
 from rally.engines.remote import (
     ClientSettings,
     CudaIpcWeights,
+    DeltaFiles,
+    JoinFolder,
     Launch,
     LaunchedServer,
     Oracle,
@@ -40,6 +42,7 @@ from rally.engines.remote import (
     WeightFiles,
     WeightTransport,
     choose_weights_folder,
+    join_folder,
     remove_stale_folders,
     tolerance_of,
 )
@@ -48,6 +51,8 @@ from rally.models import attention
 from rally.models.lora import has_adapters, merged_weights, plain_twin
 from rally.models.routing import routers_of
 from rally.models.sharding import model_state, ranks_of
+from rally.models.token_masks import Grammars
+from rally.nodes import LOCAL, THIS_MACHINE, Node, RunNodes
 from rally.runs.build.rollout import engine_settings_of, lends_memory, sampling_of
 from rally.runs.build.run_inputs import RunInputs
 from rally.train.checkpoint.server_weight_files import WeightWriter
@@ -55,6 +60,7 @@ from rally.train.policy import Policy
 from rally.train.rank_messages import ComputeLogits, GatherWeights
 from rally.types import SamplingParams
 from rally.util.background_threads import available_cores
+from rally.util.private_files import private_folder
 
 MAX_FRONTENDS, CORES_PER_FRONTEND = 4, 4
 Decode = Callable[[Sequence[int]], str]
@@ -64,7 +70,11 @@ SERVER_APIS: dict[str, Callable[[], ServerApi]] = {"rally": Rally, "vllm": Vllm,
 
 
 def remote_engine_of(
-    config: Config, model: PreTrainedModel, sampling: SamplingParams, decode: Decode | None = None
+    config: Config,
+    model: PreTrainedModel,
+    sampling: SamplingParams,
+    decode: Decode | None = None,
+    nodes: RunNodes = THIS_MACHINE,
 ) -> RemoteEngine:
     """The engine over launched servers or over running ones (rollout.mode). `decode` finds stop strings."""
     attention.install(model)  # for the packed forward of training; the embedded engine installs it itself
@@ -74,10 +84,10 @@ def remote_engine_of(
         settings = client_settings_of(config, model, decode)
         servers = [ServerReplica(url, api, settings) for url in rollout.server_urls]
     else:
-        servers = own_servers_of(config, model, decode)
+        servers = own_servers_of(config, model, decode, nodes)
     return RemoteEngine(
         servers,
-        transport_of(config, model),
+        transport_of(config, model, nodes),
         oracle_of(model),
         RemoteSettings(
             max_model_len=config.max_model_len,
@@ -85,10 +95,17 @@ def remote_engine_of(
             in_flight=rollout.in_flight,
             max_restarts=rollout.server.max_attempts,
             restart_delay=rollout.server.retry_delay,
-            sleeps=rollout.mode != "server" and sleeps(config, model),
+            sleeps=rollout.mode != "server" and sleeps(config, model, nodes),
             router=router_settings_of(config),
         ),
+        joining_of(config, model, decode),
     )
+
+
+def joining_of(config: Config, model: PreTrainedModel, decode: Decode | None = None) -> JoinFolder:
+    """Where servers of the run's kind announce themselves to it."""
+    api, settings = SERVER_APIS[config.rollout.server_kind](), client_settings_of(config, model, decode)
+    return JoinFolder(join_folder(config.run_dir), lambda one: ServerReplica(one.url, api, settings, one.token))
 
 
 def router_settings_of(config: Config) -> RouterSettings:
@@ -102,60 +119,93 @@ def router_settings_of(config: Config) -> RouterSettings:
     )
 
 
-def transport_of(config: Config, model: PreTrainedModel) -> WeightTransport:
+def transport_of(config: Config, model: PreTrainedModel, nodes: RunNodes = THIS_MACHINE) -> WeightTransport:
     """How weights reach the servers (rollout.checkpoint_engine.backend)."""
-    ipc = uses_cuda_ipc(config, model)
-    if ipc and not shares_one_gpu(config, model):
+    ipc = uses_cuda_ipc(config, model, nodes)
+    if ipc and not shares_one_gpu(config, model, nodes):
         raise EngineError(
             "rollout.checkpoint_engine.backend=ipc needs one server on one GPU, the trainer's; leave it out here"
         )
-    folder = weights_folder_of(config, model)
+    folder = weights_folder_of(config, model, nodes)
     remove_stale_folders(folder)
     weights = functools.partial(full_weights, model)
     first = functools.partial(write_full_model, model, _bucket(config), _untied(config, model))
-    files = WeightFiles(WeightWriter(first, weights), folder)
+    writer = WeightWriter(first, weights)
+    if config.rollout.checkpoint_engine.backend in ("delta", "delta_sharded"):
+        local = choose_weights_folder(_size(model), config.run_dir / "weights")
+        remove_stale_folders(local)
+        return DeltaFiles(writer, local, folder, full_every=config.rollout.checkpoint_engine.full_every)
+    files = WeightFiles(writer, folder)
     return CudaIpcWeights(weights, files) if ipc else files
 
 
-def uses_cuda_ipc(config: Config, model: PreTrainedModel) -> bool:
+def uses_cuda_ipc(config: Config, model: PreTrainedModel, nodes: RunNodes = THIS_MACHINE) -> bool:
     """Whether a server reads the weights from the trainer's GPU memory. SGLang does so where possible. vLLM does so
     only if asked to: it would have to be started in a way that lets any client of its port run code in it."""
     rollout = config.rollout
     able = rollout.server_kind == "sglang" and rollout.mode != "server" and not has_adapters(model)
     backend = rollout.checkpoint_engine.backend
-    return backend == "ipc" or (backend == "naive" and able and shares_one_gpu(config, model))
+    return backend == "ipc" or (backend == "naive" and able and shares_one_gpu(config, model, nodes))
 
 
-def weights_folder_of(config: Config, model: PreTrainedModel) -> Path:
+def weights_folder_of(config: Config, model: PreTrainedModel, nodes: RunNodes = THIS_MACHINE) -> Path:
     """The folder through which servers get weights: on disk if a server is on another machine, else in shared
     memory."""
-    on_disk = config.run_dir / "weights"
-    if any(urlsplit(url).hostname not in ("127.0.0.1", "::1", "localhost") for url in config.rollout.server_urls):
+    if (named := config.rollout.checkpoint_engine.folder) is not None:
+        return private_folder(Path(named))
+    on_disk = config.run_dir.absolute() / "weights"
+    if nodes.all != [LOCAL] or any(
+        urlsplit(url).hostname not in ("127.0.0.1", "::1", "localhost") for url in config.rollout.server_urls
+    ):
         on_disk.mkdir(parents=True, exist_ok=True)
         return on_disk
-    return choose_weights_folder(sum(p.numel() * p.element_size() for p in model.parameters()), on_disk)
+    return choose_weights_folder(_size(model), on_disk)
 
 
-def own_servers_of(config: Config, model: PreTrainedModel, decode: Decode | None = None) -> list[ServerReplica]:
-    """rollout.data_parallel_size servers, each on its own GPUs if there are any."""
+def _size(model: PreTrainedModel) -> int:
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def own_servers_of(
+    config: Config, model: PreTrainedModel, decode: Decode | None = None, nodes: RunNodes = THIS_MACHINE
+) -> list[ServerReplica]:
+    """rollout.data_parallel_size servers, each on its own GPUs if there are any. With a Ray cluster they are spread
+    over the rollout nodes or, if there are none, over the trainer's nodes."""
     rollout = config.rollout
-    places = places_of(config, model)
-    plan = launch_of(config, model)
+    plan = launch_of(config, model, nodes)
     api = SERVER_APIS[rollout.server_kind]()
-    return [
-        LaunchedServer(
+
+    def server(number: int, node: Node, gpus: str) -> LaunchedServer:
+        return LaunchedServer(
             api,
-            lambda folder, port: api.command(replace(plan, folder=folder, port=port)),
-            config.run_dir / "servers" / f"{rollout.server_kind}-{number}.log",
+            lambda folder, port: api.command(replace(plan, folder=folder, port=port, host=node.address)),
+            config.run_dir.absolute() / "servers" / f"{rollout.server_kind}-{number}.log",
             port_start=rollout.port_start,
-            environment={
-                **api.environment(plan.by_handles),
-                **({"CUDA_VISIBLE_DEVICES": visible(place)} if place else {}),
-            },
+            environment={**api.environment(plan.by_handles), **({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {})},
             settings=client_settings_of(config, model, decode),
+            node=node,
         )
-        for number, place in enumerate(places)
-    ]
+
+    if nodes.all == [LOCAL]:
+        return [server(number, LOCAL, visible(place)) for number, place in enumerate(places_of(config, model))]
+    count, each = rollout.data_parallel_size, rollout.tensor_model_parallel_size
+    spread = node_placement(nodes.rollout or nodes.trainer, count, each, on_cpu=model.device.type == "cpu")
+    return [server(number, node, gpus) for number, (node, gpus) in enumerate(spread)]
+
+
+def node_placement(nodes: Sequence[Node], replicas: int, each: int, *, on_cpu: bool) -> list[tuple[Node, str]]:
+    """The node and the GPUs of each server: server i is on node i modulo their number."""
+    chosen = []
+    for number in range(replicas):
+        node, first = nodes[number % len(nodes)], number // len(nodes) * each
+        gpus = node.gpus[first : first + each]
+        if not on_cpu and len(gpus) < each:
+            raise EngineError(
+                f"{replicas} servers of tensor_model_parallel_size={each} need more GPUs than the {len(node.gpus)} "
+                f"reserved on node {node.name}; lower rollout.data_parallel_size, or raise rollout.n_gpus_per_node"
+            )
+        chosen.append((node, ",".join(gpus)))
+    return chosen
 
 
 def places_of(config: Config, model: PreTrainedModel) -> list[Place]:
@@ -169,22 +219,26 @@ def own_gpus(model: PreTrainedModel) -> range:
     return range(first, first + ranks_of(model).world_size) if model.device.type == "cuda" else range(0)
 
 
-def shares_gpu(config: Config, model: PreTrainedModel) -> bool:
+def shares_gpu(config: Config, model: PreTrainedModel, nodes: RunNodes = THIS_MACHINE) -> bool:
     """Whether launched servers are on a GPU of the trainer."""
+    if nodes.all != [LOCAL]:
+        return model.device.type == "cuda" and not nodes.rollout
     mine = own_gpus(model)
     return any(gpu in mine for place in places_of(config, model) for gpu in place)
 
 
-def shares_one_gpu(config: Config, model: PreTrainedModel) -> bool:
-    """Whether there is one server, on the trainer's only GPU."""
+def shares_one_gpu(config: Config, model: PreTrainedModel, nodes: RunNodes = THIS_MACHINE) -> bool:
+    """Whether there is one server, on the trainer's only GPU, of this machine."""
+    if nodes.all != [LOCAL]:
+        return False
     mine = own_gpus(model)
     return len(mine) == 1 and places_of(config, model) == [tuple(mine)]
 
 
-def sleeps(config: Config, model: PreTrainedModel) -> bool:
+def sleeps(config: Config, model: PreTrainedModel, nodes: RunNodes = THIS_MACHINE) -> bool:
     """Whether servers free their GPU memory during the update. Rally's own server cannot."""
     able = config.rollout.server_kind != "rally"
-    return able and lends_memory(config) and shares_gpu(config, model)
+    return able and lends_memory(config) and shares_gpu(config, model, nodes)
 
 
 def placement(gpus: int, mine: Collection[int], replicas: int, each: int) -> list[Place]:
@@ -212,7 +266,7 @@ def visible(place: Place) -> str:
     return ",".join(map(str, place) if names is None else (names.split(",")[gpu].strip() for gpu in place))
 
 
-def launch_of(config: Config, model: PreTrainedModel) -> Launch:
+def launch_of(config: Config, model: PreTrainedModel, nodes: RunNodes = THIS_MACHINE) -> Launch:
     rollout = config.rollout
     return Launch(
         python=rollout.server.python or sys.executable,
@@ -231,8 +285,8 @@ def launch_of(config: Config, model: PreTrainedModel) -> Launch:
         log_level=rollout.log_level.lower() if rollout.log_level else None,
         raw_logprobs=rollout.temperature == 1,
         in_flight=rollout.in_flight,
-        sleeps=sleeps(config, model),
-        by_handles=uses_cuda_ipc(config, model),
+        sleeps=sleeps(config, model, nodes),
+        by_handles=uses_cuda_ipc(config, model, nodes),
         routes=rollout.enable_rollout_routing_replay,
         extra=rollout.engine_kwargs.vllm or rollout.engine_kwargs.sglang or _own_extra(config),
     )
@@ -329,14 +383,15 @@ def _bucket(config: Config) -> str:
     return f"{config.rollout.checkpoint_engine.update_weights_bucket_megabytes}MB"
 
 
-def engine_of(config: Config, inputs: RunInputs, policy: Policy) -> TrainingEngine:
+def engine_of(config: Config, inputs: RunInputs, policy: Policy, nodes: RunNodes = THIS_MACHINE) -> TrainingEngine:
     if config.rollout.name != "embedded":
-        return remote_engine_of(config, policy.model, sampling_of(config, inputs.codec), inputs.codec.decode)
+        return remote_engine_of(config, policy.model, sampling_of(config, inputs.codec), inputs.codec.decode, nodes)
     settings = engine_settings_of(config)
+    grammars = Grammars(inputs.tokenizer, policy.model.config.get_text_config().vocab_size, inputs.codec.stop_ids)
     if samples_during_update(config, policy.model):
         attention.install(policy.model)  # the engine installs it in its copy
-        return MirroredEngine(policy.model, settings, decode=inputs.codec.decode)
-    return EmbeddedEngine(policy.model, settings, decode=inputs.codec.decode)
+        return MirroredEngine(policy.model, settings, decode=inputs.codec.decode, grammars=grammars)
+    return EmbeddedEngine(policy.model, settings, decode=inputs.codec.decode, grammars=grammars)
 
 
 def samples_during_update(config: Config, model: PreTrainedModel) -> bool:

@@ -64,7 +64,7 @@ def patches_at(
     """The image processor of the model at `path`; None on several GPUs, where a vision model is used for text."""
     if path.endswith(".gguf"):  # slow to read, and transformers supports no vision model in this format
         return None
-    if trainer.n_gpus_per_node > 1:
+    if trainer.world_size > 1:
         return None
     stored = load_model_config(path, trust_remote_code=model.trust_remote_code)
     return patches_for(stored, path, options, model.trust_remote_code, model.tokenizer_path)

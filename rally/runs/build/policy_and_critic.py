@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from functools import partial
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from rally.config import Config
 from rally.config.distillation import TeacherModel
+from rally.engines.remote.prompt_logprobs import PromptClientSettings, PromptLogprobsClient
 from rally.models.load import PATH_KEY, load_model, load_model_config, load_tokenizer, pick_device, pick_dtype
 from rally.models.lora import has_adapters
 from rally.models.rope import decide_rope
@@ -30,9 +33,11 @@ from rally.train.micro_batches import UNBOUND
 from rally.train.policy import Policy
 from rally.train.reference import FILE as KL_FILE
 from rally.train.reference import BaseOfPolicy, FrozenModel, KlController, Reference
-from rally.train.teacher import Teachers, check_shared_vocabulary
+from rally.train.teacher import ServedTeacher, Teachers, check_shared_vocabulary
 from rally.train.value_model import load_value_model
 from rally.types import Episode
+
+TEACHER_TOKEN = "RALLY_TEACHER_TOKEN"  # the API key of a served teacher
 
 
 def critic_of(config: Config, checkpoint: Checkpoint | None, steps: int, ranks: Ranks = ALONE) -> Critic | None:
@@ -134,11 +139,17 @@ def teachers_of(config: Config, policy: PreTrainedModel) -> Teachers | None:
     settings = distillation_settings_of(config)
     if settings is None:
         return None
-    keys, student = config.distillation, tokenizer_of(config)
+    keys, student = config.distillation, tokenizer_of(config).get_vocab()
+    served = {name: _served_teacher(teacher) for name, teacher in keys.teachers.items() if teacher.server.url}
     for name, teacher in keys.teachers.items():
-        _check_teacher(config, teacher, student, f"distillation.teacher_models.{name}.model_path={teacher.model_path}")
+        option = f"distillation.teacher_models.{name}.model_path={teacher.model_path}"
+        if ranks_of(policy).rank == 0:
+            _check_teacher(config, teacher, student, option, served.get(name))
     return Teachers(
-        {teacher.key or name: _teacher(config, teacher, name, policy) for name, teacher in keys.teachers.items()},
+        {
+            teacher.key or name: served.get(name) or _teacher(config, teacher, name, policy)
+            for name, teacher in keys.teachers.items()
+        },
         settings,
         vocabulary=policy.config.get_text_config().vocab_size,
         route=partial(_teacher_key, keys.teacher_key),
@@ -154,13 +165,33 @@ def _teacher_key(key: str, episode: Episode) -> str | None:
     return None if value is None else str(value)
 
 
-def _check_teacher(config: Config, teacher: TeacherModel, student: PreTrainedTokenizerBase, name: str) -> None:
+def _served_teacher(teacher: TeacherModel) -> ServedTeacher:
+    keys = teacher.server
+    settings = PromptClientSettings(
+        url=str(keys.url),
+        kind=teacher.inference["name"],
+        model=str(teacher.model_path),
+        timeout=keys.timeout,
+        max_connections=keys.max_connections,
+        token=os.environ.get(TEACHER_TOKEN),
+    )
+    return ServedTeacher(PromptLogprobsClient(settings))
+
+
+def _check_teacher(
+    config: Config, teacher: TeacherModel, student: Mapping[str, int], name: str, served: ServedTeacher | None
+) -> None:
+    """Compare the vocabulary of a teacher with the policy's: that of the server if it tells it, else that of the model
+    at the teacher's path, which the server says it serves."""
+    settings = distillation_settings_of(config)
+    if served is not None and settings and (known := served.check(config.max_model_len, settings)):
+        check_shared_vocabulary(student, known.ids, known.rows, f"{name} at {served.client.name}")
+        return
     path, trust = str(teacher.model_path), config.model.trust_remote_code
     option = name.partition("=")[0]
     stored = load_model_config(path, trust_remote_code=trust, option=option).get_text_config()
-    check_shared_vocabulary(
-        student, load_tokenizer(path, trust_remote_code=trust, option=option), stored.vocab_size, name
-    )
+    tokenizer = load_tokenizer(path, trust_remote_code=trust, option=option)
+    check_shared_vocabulary(student, tokenizer.get_vocab(), stored.vocab_size, name)
 
 
 def _teacher(config: Config, teacher: TeacherModel, name: str, policy: PreTrainedModel) -> FrozenModel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 from dataclasses import replace
@@ -11,18 +12,23 @@ from typing import Any
 from rally.chat import ChatCodec
 from rally.compat.verl.config_for_loops import config_for_loops
 from rally.config import Config
-from rally.engines.base import TrainingEngine
+from rally.engines import Engine
 from rally.engines.embedded import EngineSettings
+from rally.engines.remote.engine import RemoteEngine
 from rally.loops import AgentLoopBase, LoopSettings, LoopSpec, Runner, find_loop, load_loop_config
+from rally.nodes import THIS_MACHINE, RunNodes
 from rally.rewards import Overlong, RewardSpec, Shaping
 from rally.rewards.judge_server import JudgeServer
 from rally.rewards.worker_pool import Scorer
 from rally.runs.build.reward_model import classifier_scorer_of, judge_address_of, judge_server_of
 from rally.runs.build.run_inputs import RunInputs
-from rally.train.rollout.rollout import EpisodeScorer, FailurePolicy, Rollout, ValidationPass
+from rally.train.rollout.loop_workers import LoopWorkerPool, LoopWorkerRunner, LoopWorkerSettings
+from rally.train.rollout.rollout import EpisodeScorer, FailurePolicy, NoScorer, Rollout, ValidationPass
 from rally.train.rollout.rollout_cache import CachedRolloutRunner
 from rally.types import SamplingParams
 from rally.util.private_files import cache_folder, own_folder
+
+MIN_JOBS = 16  # that a loop worker gets at a time
 
 
 def engine_settings_of(config: Config) -> EngineSettings:
@@ -194,7 +200,7 @@ def _sampling_hash(config: Config) -> str:
     return hashlib.sha256(repr((encoding, sampling)).encode()).hexdigest()[:8]
 
 
-def runner_of(config: Config, inputs: RunInputs, engine: TrainingEngine) -> Runner:
+def runner_of(config: Config, inputs: RunInputs, engine: Engine) -> Runner:
     return Runner(
         engine=engine,
         codec=inputs.codec,
@@ -206,7 +212,7 @@ def runner_of(config: Config, inputs: RunInputs, engine: TrainingEngine) -> Runn
         override_rows=config.rollout.agent_loop_class is not None,
         loops=loops_of(config),
         max_retries=config.rollout.max_retries if config.rollout.on_error == "retry" else 0,
-        run_config=config_for_loops(config),
+        run_config=functools.cache(lambda: config_for_loops(config)),  # takes 0.1 s, and few loops read it
     )
 
 
@@ -221,10 +227,54 @@ def scorer_of(config: Config) -> EpisodeScorer:
     return Scorer(spec, reward.num_workers, reward.timeout, server=server)
 
 
-def rollout_of(config: Config, inputs: RunInputs, engine: TrainingEngine) -> Rollout:
+def scores_in_workers(config: Config) -> bool:
+    """Whether loop workers score what they play. A reward model, which exists once, stays with the controller."""
+    judged = config.uses_classifier or config.reward_model.enable
+    return config.uses_loop_workers and not scores_in_batch(config) and not judged
+
+
+def pool_of(config: Config, engine: RemoteEngine, nodes: RunNodes) -> LoopWorkerPool:
+    """The loop workers of a run, over all its nodes."""
+    rollout, count = config.rollout, config.rollout.agent.num_workers
+    router = engine.settings.router
+    running = len(engine.servers) * router.max_in_flight
+    share = replace(router, max_in_flight=-(-router.max_in_flight // count))
+    client = {name: value for name, value in vars(engine.servers[0].settings).items() if name != "decode"}
+    settings = LoopWorkerSettings(
+        count=count,
+        max_jobs=max(MIN_JOBS, -(-2 * running // count)),
+        plan={
+            "config": config.model_dump(mode="json"),
+            "server_kind": rollout.server_kind,
+            "client": client,
+            "router": vars(share),
+            "max_model_len": engine.max_model_len,
+        },
+        logs=config.run_dir.absolute() / "loop_workers",
+    )
+    return LoopWorkerPool(settings, nodes.all, engine)
+
+
+def rollout_of(
+    config: Config,
+    inputs: RunInputs,
+    engine: Engine,
+    nodes: RunNodes = THIS_MACHINE,
+    *,
+    in_worker: bool = False,
+) -> Rollout:
+    """The rollout of a run. `in_worker`: its part in a loop worker."""
+    runner = with_rollout_cache(runner_of(config, inputs, engine), config)
+    scores = scores_in_workers(config)
+    if config.uses_loop_workers and not in_worker:
+        assert isinstance(engine, RemoteEngine)
+        pool = pool_of(config, engine, nodes)
+        engine.clients = pool
+        runner = LoopWorkerRunner(**vars(runner), pool=pool)
     return Rollout(
-        runner=with_rollout_cache(runner_of(config, inputs, engine), config),
-        scorer=scorer_of(config),
+        runner=runner,
+        scored_by_runner=scores and not in_worker,
+        scorer=scorer_of(config) if scores == in_worker else NoScorer(),  # whoever scores starts its processes
         policy=failure_policy_of(config),
         seed=config.rollout_seed,
         shaping=shaping_of(config),

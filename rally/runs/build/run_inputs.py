@@ -102,11 +102,11 @@ def read_inputs(config: Config, console: RunConsole, *, train: bool = True) -> R
 
 
 def check_ranks(trainer: RunConfig, ranks: Ranks) -> None:
-    gpus = trainer.n_gpus_per_node
-    if gpus != ranks.world_size:
+    if trainer.world_size != ranks.world_size:
+        keys = f"trainer.nnodes={trainer.nnodes} and n_gpus_per_node={trainer.n_gpus_per_node}"
         raise RunError(
-            f"trainer.n_gpus_per_node={gpus} needs `rally train`, `rally sft` or rally.distributed, which start the "
-            "other processes; leave it out here"
+            f"{keys} need `rally train`, `rally sft` or rally.distributed, which start the other processes; leave them "
+            "out here"
         )
 
 

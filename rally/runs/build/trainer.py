@@ -15,6 +15,7 @@ from rally.models.load import check_vocabulary, reloading_problem
 from rally.models.lora import unadapted_experts
 from rally.models.sharding import ALONE, Ranks
 from rally.models.untrained_tokens import KEY, chat_ids, warn_of_untrained_tokens
+from rally.nodes import THIS_MACHINE, RunNodes
 from rally.runs.build.data import sampler_of
 from rally.runs.build.engines import engine_of, samples_during_update
 from rally.runs.build.models import RunPlan
@@ -28,6 +29,7 @@ from rally.track import RunConsole, RunFolder
 from rally.train.async_trainer import AHEAD, AsyncSettings, AsyncTrainer, read_sampled_ahead
 from rally.train.checkpoint.store import COUNTERS, Checkpoint, CheckpointStore, open_checkpoint
 from rally.train.health_checks import watched
+from rally.train.reference import FrozenModel
 from rally.train.startup_check import NO_TEXT, check_critic, check_frozen, check_training, compared_rows
 from rally.train.trainer import Trainer
 
@@ -41,6 +43,7 @@ def trainer_of(
     steps: int,
     console: RunConsole,
     ranks: Ranks = ALONE,
+    nodes: RunNodes = THIS_MACHINE,
 ) -> Trainer:
     """The trainer with all its components. With 0 steps it only validates."""
     train_tasks = inputs.train_tasks if steps else inputs.val_tasks
@@ -57,7 +60,10 @@ def trainer_of(
     if steps and (problem := reloading_problem(inputs.tokenizer, policy.model.config)):
         console.warn_once("tokenizer", problem)
     warn_of_untrained_tokens(str(config.model.path), inputs.tokenizer, used, KEY, console.warn_once)
-    engine = engine_of(config, inputs, policy)
+    engine = engine_of(config, inputs, policy, nodes)
+    if config.uses_loop_workers:
+        count = config.rollout.agent.num_workers
+        console.note(f"{count} loop workers play episodes; limits of tools hold for each of them")
     texts = startup_texts(inputs.codec, train_tasks, inputs.environments) if config.trainer.startup_check else ()
     compared = compared_rows(texts, config.max_model_len) if steps else []
     if texts and steps and not compared:
@@ -75,7 +81,8 @@ def trainer_of(
     teachers = teachers_of(config, policy.model) if steps else None
     if teachers is not None and compared and ranks.world_size == 1:
         for key, teacher in teachers.models.items():
-            check_frozen(teacher, compared, config.max_model_len, f"the teacher {key}")
+            if isinstance(teacher, FrozenModel):
+                check_frozen(teacher, compared, config.max_model_len, f"the teacher {key}")
     sampling = sampling_of(config, inputs.codec)
     make: Callable[..., Trainer] = Trainer
     fixed_lag = config.asynchronous and config.trainer.v1.colocate_async.fixed_lag
@@ -99,7 +106,7 @@ def trainer_of(
         tokenizer=inputs.tokenizer,
         codec=inputs.codec,
         engine=engine,
-        rollout=rollout_of(config, inputs, engine),
+        rollout=rollout_of(config, inputs, engine, nodes),
         sampling=sampling,
         validation=validation_passes(config, sampling),
         train_tasks=train_tasks,

@@ -16,7 +16,7 @@ from rally.train.health_checks import HealthSettings
 from rally.train.micro_batches import MicroBatchLimits, limits_of
 from rally.train.policy import OptimizerSettings
 from rally.train.rollout.dynamic_sampling import FilterSettings
-from rally.train.trainer import TrainerSettings
+from rally.train.trainer import ResamplingSettings, TrainerSettings
 from rally.train.update import UpdateSettings
 
 
@@ -111,6 +111,12 @@ def credit_settings_of(config: Config) -> CreditSettings:
     )
 
 
+def resampling_settings_of(config: Config) -> ResamplingSettings | None:
+    """PF-PPO, if it is enabled."""
+    keys = config.algorithm.pf_ppo
+    return ResamplingSettings(keys.reweight_method, keys.weight_pow) if config.algorithm.use_pf_ppo else None
+
+
 def filter_settings_of(config: Config) -> FilterSettings | None:
     """DAPO's dynamic sampling, if it is enabled. A generation batch is the number of prompts that a step starts
     with."""
@@ -184,6 +190,7 @@ def trainer_settings_of(config: Config, steps: int) -> TrainerSettings:
         n=config.rollout.n,
         seed=trainer.seed if data.seed is None else data.seed,
         credit=credit_settings_of(config),
+        resampling=resampling_settings_of(config),
         filter=filter_settings_of(config),
         reward_kl_kind=config.algorithm.kl_penalty,
         save_freq=trainer.save_freq,

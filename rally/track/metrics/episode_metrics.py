@@ -15,7 +15,17 @@ from rally.track.metrics.tool_metrics import tool_metrics
 from rally.types import Episode, StopReason
 
 SPREAD = ("requests", "segments", "tool_calls")
-SUMMED = ("branches", "rewritten", "tool_answers", "malformed_calls", "refused", "overruled", "gone", "abandoned")
+SUMMED = (
+    "branches",
+    "rewritten",
+    "tool_answers",
+    "malformed_calls",
+    "refused",
+    "overruled",
+    "gone",
+    "abandoned",
+    "constrained",
+)
 
 
 def of_agent(episode: Episode) -> bool:

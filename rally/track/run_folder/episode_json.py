@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rally.types import (
+    ConstrainedSpan,
     Episode,
     Image,
     ImageSpan,
@@ -147,13 +148,13 @@ def episodes_to_json(episodes: Iterable[Episode]) -> Iterator[Json]:
     written: Json = {}
     for episode in episodes:
         if episode.task is not task:
-            task, written = episode.task, _task_to_json(episode.task)
+            task, written = episode.task, task_to_json(episode.task)
         yield _episode_to_json(episode, written)
 
 
 def episode_to_json(episode: Episode) -> Json:
     """The episode as a JSON object."""
-    return _episode_to_json(episode, _task_to_json(episode.task))
+    return _episode_to_json(episode, task_to_json(episode.task))
 
 
 def _episode_to_json(episode: Episode, task: Json) -> Json:
@@ -169,7 +170,7 @@ def _episode_to_json(episode: Episode, task: Json) -> Json:
 def episode_from_json(value: Json) -> Episode:
     """The inverse of `episode_to_json`. What the readers raise for other JSON is in `UNREADABLE`."""
     built = {
-        "task": _task_from_json(value["task"]),
+        "task": task_from_json(value["task"]),
         "stop_reason": StopReason(value["stop_reason"]),
         "segments": tuple(_segment_from_json(s) for s in value["segments"]),
         "turns": tuple(_turn_from_json(t) for t in value["turns"]),
@@ -207,11 +208,11 @@ def _restored(value: Json, built: Json | None = None) -> Json:
     return {k: restore(v) for k, v in value.items() if k not in built} | built
 
 
-def _task_to_json(task: Task) -> Json:
+def task_to_json(task: Task) -> Json:
     return _fields(task, prompt=[plain(m) for m in task.prompt])
 
 
-def _task_from_json(value: Json) -> Task:
+def task_from_json(value: Json) -> Task:
     prompt = tuple(restore(m) for m in value["prompt"])
     if not all(isinstance(message, dict) for message in prompt):
         raise TypeError("the prompt is not a list of messages")
@@ -230,7 +231,18 @@ def _segment_to_json(segment: Segment) -> Json:
         "spans": [[s.version, s.start, s.end] for s in segment.spans],
         **({"images": images} if images else {}),
         **({"routes": routes_to_json(segment.routes)} if segment.routes is not None else {}),
+        **({"constrained": [_span_to_json(span) for span in segment.constrained]} if segment.constrained else {}),
     }
+
+
+def _span_to_json(span: ConstrainedSpan) -> Json:
+    """The grammar as text, and the masks for the trainer."""
+    masks = base64.b64encode(span.masks).decode()
+    return {"start": span.start, "end": span.end, "grammar": span.grammar, "masks": masks}
+
+
+def _span_from_json(value: Json) -> ConstrainedSpan:
+    return ConstrainedSpan(value["start"], value["end"], value["grammar"], base64.b64decode(value["masks"]))
 
 
 def routes_to_json(routes: Routes) -> Json:
@@ -257,6 +269,7 @@ def _segment_from_json(value: Json) -> Segment:
         spans=tuple(WeightSpan(*s) for s in value["spans"]),
         images=tuple(ImageSpan(at, rows, columns, restore(i)) for at, rows, columns, i in value.get("images", ())),
         routes=_routes_from_json(value.get("routes")),
+        constrained=tuple(map(_span_from_json, value.get("constrained", ()))),
     )
 
 

@@ -22,7 +22,7 @@ from rally.models.decoder_families import FAMILIES, kv_shape
 from rally.models.fused_layers import FusedDecoder, fusable
 from rally.models.kernels.attention_tiles import extend_tiles
 from rally.models.kernels.dispatch import kernels_for
-from rally.models.lm_head import chunk_rows
+from rally.models.lm_head import chunk_rows, masks_of_chunks
 from rally.train.packing import PackedRows
 
 
@@ -80,8 +80,10 @@ def exact_logprobs(decoder: FusedDecoder, packed: PackedRows, temperature: float
     rows = chunk_rows(decoder.model.config.get_text_config().vocab_size, hidden_UC.device)
     divisor = torch.full((1,), temperature, device=hidden_UC.device)  # a number would be inverted
     parts = []
-    for hidden, targets in zip(hidden_UC.split(rows), packed.targets_U.split(rows), strict=True):
-        logp = torch.log_softmax(decoder.logits(hidden) / divisor, dim=-1)
+    chunks = masks_of_chunks(packed.masks, len(hidden_UC), rows)
+    for hidden, targets, masks in zip(hidden_UC.split(rows), packed.targets_U.split(rows), chunks, strict=True):
+        logits = decoder.logits(hidden) / divisor
+        logp = torch.log_softmax(logits if masks is None else masks.applied(logits), dim=-1)
         parts.append(logp.gather(1, targets[:, None]).squeeze(1))
     return torch.cat(parts).index_select(0, packed.pair_M)
 

@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from rally.models.lm_head import HeadLogprobs, chunk_rows, head_logits, head_scale, plain_weight
+from rally.models.lm_head import HeadLogprobs, chunk_rows, head_logits, head_scale, masks_of_chunks, plain_weight
 from rally.models.routing import Routing, routed
 from rally.models.sharding import ranks_of
+from rally.models.token_masks import TokenMasks
 from rally.train.forward.fused_layers import hidden_states
 from rally.train.packing import PackedRows
 
@@ -40,7 +41,8 @@ def token_logprobs(
     routing: Routing | None = None,
     of_logits: LogitsFunction | None = None,
 ) -> TokenLogprobs:
-    """Log-probability, under softmax(logits / temperature), of each sampled token, and the entropy there. `routing`
+    """Log-probability, under softmax(logits / temperature), of each sampled token, and the entropy there. A token that
+    was sampled under a grammar has the softmax over the tokens that were allowed. `routing`
     records or replays the experts of a mixture-of-experts model. `of_logits` is a further function of the logits, with
     a gradient."""
     with routed(routing):
@@ -59,44 +61,72 @@ def _token_logprobs(
     rows = chunk_rows(model.config.get_text_config().vocab_size, hidden_UC.device)
     weight = plain_weight(model)
     if weight is None:
-        logp_U, entropy_U = _any_head(model, hidden_UC, packed.targets_U, temperature, rows, entropy_gradient)
+        logp_U, entropy_U = _any_head(model, hidden_UC, packed, temperature, rows, entropy_gradient)
     else:
         divisor = temperature / (head_scale(model) or 1.0)
-        logp_U, entropy_U = HeadLogprobs.apply(hidden_UC, weight, packed.targets_U, divisor, rows, entropy_gradient)
-    columns_U = None if of_logits is None else _over_logits(model, hidden_UC, temperature, rows, of_logits)
+        logp_U, entropy_U = HeadLogprobs.apply(
+            hidden_UC, weight, packed.targets_U, divisor, rows, entropy_gradient, packed.masks
+        )
+    columns_U = (
+        None if of_logits is None else _over_logits(model, hidden_UC, temperature, rows, of_logits, packed.masks)
+    )
     found = (None if x is None else x.index_select(0, packed.pair_M) for x in (logp_U, entropy_U, columns_U))
     return TokenLogprobs(*found)  # type: ignore[arg-type]
 
 
 def _over_logits(
-    model: PreTrainedModel, hidden_UC: Tensor, temperature: float, rows: int, function: LogitsFunction
+    model: PreTrainedModel,
+    hidden_UC: Tensor,
+    temperature: float,
+    rows: int,
+    function: LogitsFunction,
+    masks: TokenMasks | None,
 ) -> Tensor:
-    """The function of all logits, in chunks whose logits the backward pass computes again."""
+    """The function of all logits, with those masked that a grammar forbids, in chunks whose logits the backward pass
+    computes again."""
 
-    def chunk(hidden: Tensor, at: slice) -> Tensor:
-        return function(head_logits(model, hidden).float() / temperature, at)
+    def chunk(hidden: Tensor, at: slice, allowed: TokenMasks | None) -> Tensor:
+        logits_UV = head_logits(model, hidden).float() / temperature
+        return function(logits_UV if allowed is None else allowed.applied(logits_UV), at)
 
     places = [slice(first, first + rows) for first in range(0, len(hidden_UC), rows)]
-    return torch.cat([checkpoint(chunk, hidden_UC[at], at, use_reentrant=False) for at in places])
+    parts = zip(places, masks_of_chunks(masks, len(hidden_UC), rows), strict=True)
+    return torch.cat([checkpoint(chunk, hidden_UC[at], at, allowed, use_reentrant=False) for at, allowed in parts])
 
 
 def _any_head(
-    model: PreTrainedModel, hidden_UC: Tensor, targets_U: Tensor, temperature: float, rows: int, entropy_gradient: bool
+    model: PreTrainedModel,
+    hidden_UC: Tensor,
+    packed: PackedRows,
+    temperature: float,
+    rows: int,
+    entropy_gradient: bool,
 ) -> tuple[Tensor, Tensor]:
     """The same through autograd, for output heads that are more than one matrix. It is the specification of
     `HeadLogprobs`."""
     parts = [
-        checkpoint(_chunk, model, hidden, targets, temperature, entropy_gradient, use_reentrant=False)
-        for hidden, targets in zip(hidden_UC.split(rows), targets_U.split(rows), strict=True)
+        checkpoint(_chunk, model, hidden, targets, temperature, entropy_gradient, masks, use_reentrant=False)
+        for hidden, targets, masks in zip(
+            hidden_UC.split(rows),
+            packed.targets_U.split(rows),
+            masks_of_chunks(packed.masks, len(hidden_UC), rows),
+            strict=True,
+        )
     ]
     logp_U, entropy_U = (torch.cat(x) for x in zip(*parts, strict=True))
     return logp_U, entropy_U
 
 
 def _chunk(
-    model: PreTrainedModel, hidden: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool
+    model: PreTrainedModel,
+    hidden: Tensor,
+    targets: Tensor,
+    temperature: float,
+    entropy_gradient: bool,
+    masks: TokenMasks | None,
 ) -> tuple[Tensor, Tensor]:
-    logp = torch.log_softmax(head_logits(model, hidden).float() / temperature, dim=-1)
+    logits = head_logits(model, hidden).float() / temperature
+    logp = torch.log_softmax(logits if masks is None else masks.applied(logits), dim=-1)
     seen = logp if entropy_gradient else logp.detach()
     entropy = -(seen.exp() * seen).sum(-1)
     return logp.gather(1, targets[:, None]).squeeze(1), entropy

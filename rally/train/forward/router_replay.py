@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from rally.models.routing import ExpertRouter, Routing, fitting, routers_of
 from rally.models.sharding import ranks_of
 from rally.train.forward.logprobs import token_logprobs
-from rally.train.micro_batches import MicroBatchLimits, in_order, micro_batches_for, share_of
+from rally.train.micro_batches import MicroBatchLimits, in_order, micro_batches_for, parts_of, share_of
 from rally.train.packing import Row, pack, route_array
 from rally.types import Routes
 
@@ -28,13 +28,13 @@ def fitted_row(row: Row, routers: list[ExpertRouter], decoder_layers: int) -> Ro
 def recorded_rows(
     model: PreTrainedModel, rows: Sequence[Row], limits: MicroBatchLimits, temperature: float = 1.0
 ) -> list[Row]:
-    """The rows with the experts that the model chooses for them now."""
+    """The rows with the experts that the model chooses for them now. Only rank 0 has rows."""
     ranks = ranks_of(model)
     bare = [replace(row, routes=None) for row in rows]
-    parts = micro_batches_for(ranks, bare, limits)
+    rounds = micro_batches_for(ranks, bare, limits)
     layers, experts = len(routers := routers_of(model)), routers[0].chosen
     mine = [torch.zeros(0)]
-    for part in share_of(ranks, parts):
+    for part in share_of(ranks, rounds):
         packed, routing = pack(part.rows, model.device), Routing(record=True)
         token_logprobs(model, packed, temperature, routing=routing)
         routes_TLk = routing.recorded(len(packed.ids_T)).cpu().numpy()
@@ -45,10 +45,10 @@ def recorded_rows(
         return layers * experts * len(row.inputs)
 
     found: dict[int, np.ndarray[Any, Any]] = {}
-    for part_rows, numbers in zip(parts, in_order(ranks, parts, torch.cat(mine), count), strict=True):
+    for part_rows, numbers in zip(parts_of(rounds), in_order(ranks, rounds, torch.cat(mine), count), strict=True):
         pieces = numbers.split([count(row) for row in part_rows])
         found |= zip(map(id, part_rows), (piece.numpy().reshape(-1, layers, experts) for piece in pieces), strict=True)
-    return [_with_routes(row, found[id(row)]) if row.sampled else row for row in bare]
+    return [_with_routes(row, found[id(row)]) if len(row.sampled) else row for row in bare]
 
 
 def _with_routes(row: Row, routes: np.ndarray[Any, Any]) -> Row:

@@ -9,7 +9,8 @@ than the allowed share stops the run with the reason.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Protocol
@@ -113,6 +114,24 @@ class EpisodeScorer(Protocol):
     async def score_batch(self, episodes: Sequence[Episode]) -> list[Score]: ...
 
 
+class NoScorer:
+    """The scorer of a process in which nothing is scored."""
+
+    async def __aenter__(self) -> NoScorer:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """There is nothing to close."""
+
+    async def score(self, episode: Episode) -> Score:
+        raise AssertionError("episodes are scored elsewhere")
+
+    async def score_batch(self, episodes: Sequence[Episode]) -> list[Score]:
+        raise AssertionError("episodes are scored elsewhere")
+
+
 @dataclass(kw_only=True)
 class Rollout:
     """Runs agent loops and the scorer over jobs."""
@@ -124,6 +143,17 @@ class Rollout:
     shaping: Shaping = field(default_factory=Shaping)
     step_timeout: float | None = None  # seconds after which running training episodes end with what they have
     in_batch: bool = False  # score all episodes together, after the last has ended
+    scored_by_runner: bool = False  # loop workers score what they play
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[None]:
+        """The processes of the rollout run inside."""
+        async with AsyncExitStack() as stack:
+            if not self.scored_by_runner:
+                await stack.enter_async_context(self.scorer)
+            if isinstance(self.runner, AbstractAsyncContextManager):
+                await stack.enter_async_context(self.runner)
+            yield
 
     def jobs(
         self,
@@ -138,15 +168,14 @@ class Rollout:
     ) -> list[Job]:
         """`n` jobs per task, and a greedy one if `baseline`. `first` is the place of the first task. Seeds depend only
         on (seed, step, place, sample); those of validation are the same in every step. `suffix` distinguishes the
-        episode and group names of a further validation pass."""
+        episode and group names of a further validation pass. A task that is a match has a group for each seat."""
         kind = "v" if validate else "t"
-        apart = f"-{suffix}" if suffix else ""
         return [
             Job(
-                task=task,
-                episode_id=f"{kind}{step:06d}-{place:05d}{apart}-{'greedy' if k == n else k}",
-                group=f"{kind}{step:06d}-{place:05d}{apart}",
-                seed=episode_seed(self.seed + (1 if validate else 0), 0 if validate else step, place, k),
+                task=seat.task,
+                episode_id=f"{kind}{step:06d}-{place:05d}{seat.apart}-{'greedy' if k == n else k}",
+                group=f"{kind}{step:06d}-{place:05d}{seat.apart}",
+                seed=episode_seed(self.seed + (1 if validate else 0), 0 if validate else step, place, k + seat.offset),
                 step=step,
                 validate=validate,
                 check_tokens=k == 0,  # one of a group is enough, and the full rendering is slow
@@ -155,6 +184,7 @@ class Rollout:
             )
             for place, task in enumerate(tasks, first)
             for k in range(n + baseline)
+            for seat in _seats(task, f"{kind}{step:06d}-{place:05d}-{k}", (n + baseline), suffix)
         ]
 
     async def collect(
@@ -168,9 +198,10 @@ class Rollout:
         admit: Admit | None = None,
     ) -> RolloutResult:
         async def finish(episode: Episode) -> Episode:
-            scored = episode if self.in_batch else self.shaping.apply(await self._score(episode))
+            if not self.in_batch:
+                episode = self.shaping.apply(episode if self.scored_by_runner else await self.score(episode))
             on_done()
-            return scored
+            return episode
 
         try:
             timeout = None if any(job.validate for job in jobs) else self.step_timeout
@@ -210,7 +241,7 @@ class Rollout:
             episodes += scored
         return episodes
 
-    async def _score(self, episode: Episode) -> Episode:
+    async def score(self, episode: Episode) -> Episode:
         for _ in range(self._tries):
             if self._can_be_scored(episode):
                 episode = with_score(episode, await self.scorer.score(episode))
@@ -234,6 +265,22 @@ class Rollout:
     @property
     def _tries(self) -> int:
         return 1 + (self.policy.reward_retries if self.policy.reward == "retry" else 0)
+
+
+class _Seat(NamedTuple):
+    task: Task
+    apart: str = ""  # a part of the names of its episodes and group
+    offset: int = 0  # of its seeds
+
+
+def _seats(task: Task, match: str, samples: int, suffix: str) -> list[_Seat]:
+    """The seats of a task, usually one. Those of a match meet by its name."""
+    if task.prompt or task.row.get("seats", 1) == 1:
+        return [_Seat(task, f"-{suffix}" if suffix else "")]
+    return [
+        _Seat(replace(task, row={**task.row, "seat": seat, "match": match}), f"-seat{seat}", seat * samples)
+        for seat in range(task.row["seats"])
+    ]
 
 
 def with_score(episode: Episode, score: Score) -> Episode:

@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.drill("reliability", "A run is killed again and again", "It ends bit-identical to an undisturbed one")
+@pytest.mark.long
 def test_a_run_killed_again_and_again_ends_where_an_undisturbed_one_does(home: Path, tmp_path: Path) -> None:
     # A random model earns no reward, so only the entropy term changes the weights.
     keys = ["actor_rollout_ref.actor.entropy_coeff=0.01", "data.max_response_length=24"]

@@ -199,7 +199,7 @@ def test_the_entropy_is_that_of_the_distribution() -> None:
     row = Row.of(segment(random.Random(0), "s"), 0)
     found = logprobs.token_logprobs(model, pack([row], CPU), temperature=2.0).entropy_M
     with torch.no_grad():
-        logits = plain(input_ids=torch.tensor([row.ids[:-1]])).logits[0, -1] / 2.0
+        logits = plain(input_ids=torch.tensor([row.ids[:-1].tolist()])).logits[0, -1] / 2.0
     assert found.item() == pytest.approx(torch.distributions.Categorical(logits=logits).entropy().item(), abs=1e-5)
 
 

@@ -15,7 +15,6 @@ from train_cases import Paper, run_config
 
 from rally.loops import AgentLoopBase, AgentLoopOutput
 from rally.runs.train import train
-from rally.tools import BaseTool
 from rally.track import RunFolder
 from rally.track.metrics.episode_metrics import rollout_metrics
 from rally.track.metrics.tool_metrics import tool_warnings
@@ -159,16 +158,6 @@ def test_faults_of_the_policy_do_not_use_up_the_budget_of_failures() -> None:
         settle(many, strict)
 
 
-class Lookup(BaseTool[Any]):
-    """A tool whose server is down."""
-
-    def get_openai_tool_schema(self) -> dict[str, Any]:
-        return {"name": "lookup", "description": "Looks.", "parameters": {"type": "object", "properties": {}}}
-
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> str:
-        raise ConnectionRefusedError("nobody listens")
-
-
 class Caller(AgentLoopBase):
     """Samples one turn. Of each group, the episodes of the listed numbers call the tool or raise."""
 
@@ -188,7 +177,7 @@ class Caller(AgentLoopBase):
 
 
 def trained(home: Path, folder: Path, *overrides: str, patience: int = 5) -> RunFolder:
-    (folder / "tools.yaml").write_text(f"tools: [{{class_name: {__name__}.Lookup}}]")
+    (folder / "tools.yaml").write_text("tools: [{class_name: down_tool.Lookup}]")
     keys = [
         f"multi_turn.tool_config_path={folder / 'tools.yaml'}",
         f"agent_loop_class={__name__}.Caller",

@@ -1,0 +1,292 @@
+"""Unmodified clients against a server or gateway of Rally, one function each. Needs only the client's own package.
+
+    python benchmarks/client_cases.py CASE BASE_URL API_KEY MODEL
+
+A case raises if its result is not what its API promises: with constrained decoding a model with random weights keeps
+these promises too. It prints the versions of the packages and a word about the result, as JSON. `client_matrix.py` runs
+all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any, Literal, NamedTuple
+
+Server = tuple[str, str, str]
+"""The base URL (with /v1), the API key and the model."""
+QUESTION = "What is 1+1?"
+SCHEMA = {
+    "type": "object",
+    "properties": {"colour": {"enum": ["red", "blue"]}, "count": {"type": "integer", "minimum": 1, "maximum": 99}},
+    "required": ["colour", "count"],
+    "additionalProperties": False,
+}
+TOOL = {"type": "function", "function": {"name": "paint", "description": "Paints.", "parameters": SCHEMA}}
+ASK = [{"role": "user", "content": QUESTION}]
+
+
+def check(value: Any) -> str:
+    """A value of SCHEMA, as text."""
+    value = value if isinstance(value, dict) else value.model_dump()
+    assert value["colour"] in ("red", "blue") and 1 <= value["count"] <= 99, value
+    return json.dumps(value)
+
+
+def answer_type() -> Any:
+    """SCHEMA as a Pydantic model."""
+    from pydantic import BaseModel, Field
+
+    class Paint(BaseModel):
+        """The answer."""
+
+        colour: Literal["red", "blue"]
+        count: int = Field(ge=1, le=99)
+
+    Paint.model_rebuild(_types_namespace={"Literal": Literal})
+    return Paint
+
+
+def openai_client(server: Server) -> Any:
+    import openai
+
+    return openai.OpenAI(base_url=server[0], api_key=server[1], max_retries=0)
+
+
+def openai_chat(server: Server) -> str:
+    client = openai_client(server)
+    choice = {"type": "function", "function": {"name": "paint"}}
+    first = client.chat.completions.create(model=server[2], messages=ASK, tools=[TOOL], tool_choice=choice)
+    (call,) = first.choices[0].message.tool_calls
+    text = check(json.loads(call.function.arguments))
+    reply = first.choices[0].message.model_dump(exclude_none=True)
+    messages = [*ASK, reply, {"role": "tool", "tool_call_id": call.id, "content": "done"}]
+    after = client.chat.completions.create(model=server[2], messages=messages, tools=[TOOL], max_tokens=5)
+    assert after.choices[0].finish_reason in ("stop", "length", "tool_calls")
+    assert client.models.retrieve(client.models.list().data[0].id).object == "model"
+    return text
+
+
+def openai_parse(server: Server) -> str:
+    client = openai_client(server)
+    parsed = client.chat.completions.parse(model=server[2], messages=ASK, response_format=answer_type())
+    return check(parsed.choices[0].message.parsed)
+
+
+def openai_streaming(server: Server) -> str:
+    client = openai_client(server)
+    wanted = {"type": "json_schema", "json_schema": {"name": "paint", "schema": SCHEMA, "strict": True}}
+    chunks = client.chat.completions.create(
+        model=server[2], messages=ASK, response_format=wanted, stream=True, stream_options={"include_usage": True}
+    )
+    text, usage = "", None
+    for chunk in chunks:
+        text += (chunk.choices[0].delta.content or "") if chunk.choices else ""
+        usage = chunk.usage or usage
+    assert usage is not None and usage.completion_tokens > 0
+    return check(json.loads(text))
+
+
+def openai_responses(server: Server) -> str:
+    client = openai_client(server)
+    tool = {"type": "function", "name": "paint", "parameters": SCHEMA, "strict": True}
+    first = client.responses.create(model=server[2], input=QUESTION, tools=[tool], tool_choice="required")
+    calls = [item for item in first.output if item.type == "function_call"]
+    text = check(json.loads(calls[0].arguments))
+    outputs = [{"type": "function_call_output", "call_id": call.call_id, "output": "done"} for call in calls]
+    items = [*ASK, *(item.model_dump(exclude_none=True) for item in first.output), *outputs]
+    after = client.responses.create(model=server[2], input=items, tools=[tool], max_output_tokens=5)
+    assert after.status in ("completed", "incomplete")
+    parsed = client.responses.parse(model=server[2], input=QUESTION, text_format=answer_type())
+    check(parsed.output_parsed)
+    with client.responses.stream(model=server[2], input=QUESTION, text_format=answer_type()) as stream:
+        kinds = [event.type for event in stream]
+        check(stream.get_final_response().output_parsed)
+    assert "response.output_text.delta" in kinds
+    return text
+
+
+def anthropic_messages(server: Server) -> str:
+    import anthropic
+
+    client = anthropic.Anthropic(base_url=server[0].removesuffix("/v1"), api_key=server[1], max_retries=0)
+    tools = [{"name": "paint", "description": "Paints.", "input_schema": SCHEMA}]
+    common: dict[str, Any] = {"model": server[2], "max_tokens": 200, "system": "Be brief.", "tools": tools}
+    first = client.messages.create(messages=ASK, tool_choice={"type": "any"}, **common)
+    assert first.stop_reason == "tool_use"
+    uses = [block for block in first.content if block.type == "tool_use"]
+    text = check(uses[0].input)
+    results = [{"type": "tool_result", "tool_use_id": use.id, "content": "done"} for use in uses]
+    messages = [*ASK, {"role": "assistant", "content": first.content}, {"role": "user", "content": results}]
+    named = {"type": "tool", "name": "paint", "disable_parallel_tool_use": True}
+    with client.messages.stream(messages=messages, tool_choice=named, **common) as stream:
+        kinds = {event.type for event in stream}
+        (use,) = (block for block in stream.get_final_message().content if block.type == "tool_use")
+    check(use.input)
+    assert {"message_start", "content_block_delta", "message_stop"} <= kinds
+    assert client.messages.count_tokens(model=server[2], messages=ASK).input_tokens > 0
+    return text
+
+
+def litellm_chat(server: Server) -> str:
+    import litellm
+
+    where = {"api_base": server[0], "api_key": server[1], "num_retries": 0}
+    wanted = {"type": "json_schema", "json_schema": {"name": "paint", "schema": SCHEMA, "strict": True}}
+    answer = litellm.completion(model=f"openai/{server[2]}", messages=ASK, response_format=wanted, **where)
+    text = check(json.loads(answer.choices[0].message.content))
+    called = litellm.completion(
+        model=f"openai/{server[2]}", messages=ASK, tools=[TOOL], tool_choice="required", stream=True, **where
+    )
+    whole = litellm.stream_chunk_builder(list(called), messages=ASK)
+    check(json.loads(whole.choices[0].message.tool_calls[0].function.arguments))
+    return text
+
+
+def langchain_structured(server: Server) -> str:
+    from langchain_openai import ChatOpenAI
+
+    llm = ChatOpenAI(model=server[2], base_url=server[0], api_key=server[1], max_retries=0)
+    for method in ("json_schema", "function_calling"):
+        text = check(llm.with_structured_output(answer_type(), method=method).invoke(QUESTION))
+    return text
+
+
+def langgraph_agent(server: Server) -> str:
+    from langchain.agents import create_agent
+    from langchain.agents.structured_output import ToolStrategy
+    from langchain_openai import ChatOpenAI
+
+    llm = ChatOpenAI(model=server[2], base_url=server[0], api_key=server[1], max_retries=0)
+    agent = create_agent(llm, tools=[], response_format=ToolStrategy(answer_type()))
+    return check(agent.invoke({"messages": ASK})["structured_response"])
+
+
+def openai_agents(server: Server) -> str:
+    import agents
+    import openai
+
+    agents.set_tracing_disabled(True)
+    client = openai.AsyncOpenAI(base_url=server[0], api_key=server[1], max_retries=0)
+    model = agents.OpenAIResponsesModel(model=server[2], openai_client=client)
+    agent = agents.Agent(name="painter", instructions="Paint.", model=model, output_type=answer_type())
+    return check(agents.Runner.run_sync(agent, QUESTION).final_output)
+
+
+def pydantic_ai_output(server: Server) -> str:
+    from pydantic_ai import Agent, NativeOutput
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    model = OpenAIChatModel(server[2], provider=OpenAIProvider(base_url=server[0], api_key=server[1]))
+    for output in (answer_type(), NativeOutput(answer_type())):
+        text = check(Agent(model, output_type=output).run_sync(QUESTION).output)
+    return text
+
+
+def smolagents_tools(server: Server) -> str:
+    from smolagents import OpenAIServerModel, ToolCallingAgent
+
+    model = OpenAIServerModel(model_id=server[2], api_base=server[0], api_key=server[1])
+    agent = ToolCallingAgent(tools=[], model=model, max_steps=1, verbosity_level=0)
+    return f"answered {type(agent.run(QUESTION)).__name__}"
+
+
+def instructor_modes(server: Server) -> str:
+    import instructor
+
+    for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA, instructor.Mode.JSON):
+        client = instructor.from_openai(openai_client(server), mode=mode)
+        try:
+            answer = client.chat.completions.create(
+                model=server[2], messages=ASK, response_model=answer_type(), max_retries=0, max_tokens=200
+            )
+        except Exception as problem:
+            if mode is not instructor.Mode.JSON:  # it asks for any JSON object: random weights write another one
+                raise
+            assert "ValidationError" in repr(problem) or "validation error" in str(problem), problem
+            continue
+        text = check(answer)
+    return text
+
+
+def autogen_agent(server: Server) -> str:
+    from autogen_agentchat.agents import AssistantAgent
+    from autogen_ext.models.openai import OpenAIChatCompletionClient
+
+    able = {"vision": False, "function_calling": True, "json_output": True, "structured_output": True}
+    info: Any = {**able, "family": "unknown", "multiple_system_messages": True}
+    client = OpenAIChatCompletionClient(model=server[2], base_url=server[0], api_key=server[1], model_info=info)
+    kind = answer_type()
+
+    async def run() -> Any:
+        agent = AssistantAgent("painter", model_client=client, output_content_type=kind)
+        try:
+            return (await agent.run(task=QUESTION)).messages[-1]
+        finally:
+            await client.close()
+
+    return check(asyncio.run(run()).content)
+
+
+def crewai_crew(server: Server) -> str:
+    from crewai import LLM
+
+    llm = LLM(model=f"openai/{server[2]}", base_url=server[0], api_key=server[1], response_format=answer_type())
+    answer = llm.call(ASK)
+    return check(json.loads(answer) if isinstance(answer, str) else answer)
+
+
+def lm_eval_loglikelihood(server: Server) -> str:
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    model = LocalCompletionsAPI(
+        base_url=f"{server[0]}/completions", model=server[2], tokenizer_backend=None, max_retries=1, num_concurrent=1
+    )
+    ask = Instance(request_type="loglikelihood", doc={}, arguments=("What is", " 2"), idx=0)
+    ((logprob, greedy),) = model.loglikelihood([ask])
+    assert logprob < 0
+    return f"{logprob:.3f} {greedy}"
+
+
+class Case(NamedTuple):
+    """A client: its packages, and what is run."""
+
+    packages: tuple[str, ...]
+    run: Callable[[Server], str]
+    server: bool = False  # needs `rally serve engine`: the gateway has no text completions
+
+
+CASES = {
+    "openai chat, tools, models": Case(("openai",), openai_chat),
+    "openai chat, parse": Case(("openai",), openai_parse),
+    "openai chat, streaming": Case(("openai",), openai_streaming),
+    "openai responses, stream, parse": Case(("openai",), openai_responses),
+    "anthropic messages, stream, count_tokens": Case(("anthropic",), anthropic_messages),
+    "litellm completion, stream": Case(("litellm",), litellm_chat),
+    "langchain with_structured_output": Case(("langchain-openai", "langchain-core"), langchain_structured),
+    "langgraph agent, response_format": Case(("langchain", "langgraph"), langgraph_agent),
+    "openai-agents (Responses), output_type": Case(("openai-agents",), openai_agents),
+    "pydantic-ai output_type, NativeOutput": Case(("pydantic-ai-slim",), pydantic_ai_output),
+    "smolagents ToolCallingAgent": Case(("smolagents",), smolagents_tools),
+    "instructor TOOLS, JSON_SCHEMA, JSON": Case(("instructor",), instructor_modes),
+    "autogen AssistantAgent, output_content_type": Case(("autogen-agentchat", "autogen-ext"), autogen_agent),
+    "crewai LLM, response_format": Case(("crewai",), crewai_crew),
+    "lm_eval loglikelihood": Case(("lm_eval",), lm_eval_loglikelihood, server=True),
+}
+
+
+def main() -> None:
+    name, *server = sys.argv[1:]
+    case = CASES[name]
+    versions = {package: version(package) for package in case.packages}
+    result = case.run((server[0], server[1], server[2]))
+    print(json.dumps({"case": name, "versions": versions, "result": result}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""A loop worker: builds tools, loops and rewards from the run's configuration, and plays the jobs that it is sent.
+
+`rally.train.rollout.loop_workers` starts it: python -m rally.distributed.loop_worker HOST:PORT NUMBER. It asks the
+rollout servers itself. It ends when its connection to the controller ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from rally.config import Config
+from rally.engines.base import EngineError, UtilizationClock
+from rally.engines.remote.client import ClientSettings, ServerReplica
+from rally.engines.router.router import Router
+from rally.engines.router.server_state import Duty, RouterSettings
+from rally.loops import Job
+from rally.runs.build.data import environments_of
+from rally.runs.build.engines import SERVER_APIS
+from rally.runs.build.models import tokenizer_of
+from rally.runs.build.rollout import rollout_of, scores_in_workers
+from rally.runs.build.run_inputs import RunInputs, codec_of, interactions_of, toolbox_of
+from rally.track.run_folder.episode_json import Json, episode_to_json, task_from_json
+from rally.train.rollout.loop_workers import TOKEN_VARIABLE
+from rally.train.rollout.rollout import Rollout
+from rally.types import Episode, Generation, ImageSpan, RallyError, SamplingParams
+from rally.util.frames import FrameError, read_frame, write_frame
+
+
+class ServerList:
+    """An `Engine` over the servers that the controller names."""
+
+    def __init__(self, plan: Json) -> None:
+        self._api = SERVER_APIS[plan["server_kind"]]()
+        self._settings = ClientSettings(**plan["client"])
+        self._router_settings = RouterSettings(**plan["router"])
+        self._router: Router | None = None
+        self._known: dict[str, ServerReplica] = {}
+        self.max_model_len = int(plan["max_model_len"])
+        self.requests = UtilizationClock()
+
+    @property
+    def weight_version(self) -> int:
+        return 0 if self._router is None else self._router.weight_version
+
+    def with_decode(self, decode: Any) -> None:
+        self._settings = replace(self._settings, decode=decode)
+
+    def follow(self, servers: Json) -> None:
+        """Use these servers, in the state that the controller sees them in."""
+        current: dict[str, ServerReplica] = {}
+        lost: set[str] = set()
+        for entry in servers["servers"]:
+            key = f"{entry['name']} {entry['url']}"
+            replica = self._known.get(key) or _Server(entry, self._api, self._settings)
+            replica.version, replica.serving, replica.salt = entry["version"], entry["serving"], entry["salt"]
+            current[replica.name] = self._known[key] = replica
+            if entry["lost"]:
+                lost.add(replica.name)
+        if self._router is None:
+            self._router = Router(current.values(), self._router_settings, max_model_len=self.max_model_len)
+        self._router.weight_version = servers["version"]
+        known = {replica.name for replica in self._router.replicas}
+        for replica in current.values():
+            if replica.name not in known:
+                self._router.add(replica)
+        for name in [replica.name for replica in self._router.replicas]:
+            usable, duty = name in current and current[name].serving, self._router.duty(name)
+            if usable and duty is not Duty.ON:
+                self._router.back(name)
+            elif not usable and (name not in current or name in lost) and duty is not Duty.LOST:
+                self._router.lost(name, f"{name} is lost; the controller's log says why")
+            elif not usable and duty is Duty.ON:
+                self._router.away(name)  # the controller restarts it
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        session: str | None = None,
+        images: Sequence[ImageSpan] = (),
+    ) -> Generation:
+        if self._router is None:
+            raise EngineError("the controller has named no server yet")
+        with self.requests.working():
+            return await self._router.generate(prompt_ids, params, session=session, images=images)
+
+    def dismiss(self, session: str) -> None:
+        if self._router is not None:
+            self._router.dismiss(session)
+
+    def counts(self) -> dict[str, int]:
+        """What the router has counted since this process began."""
+        if self._router is None:
+            return {}
+        return {
+            name.removeprefix("router/"): int(value)
+            for name, value in self._router.metrics().items()
+            if name not in GAUGES
+        }
+
+    async def close(self) -> None:
+        if self._router is not None:
+            await self._router.close()
+
+
+GAUGES = (*("router/kept_rate", "router/waiting", "router/in_flight", "router/servers", "router/servers_usable"),)
+
+
+class _Server(ServerReplica):
+    """A server that the controller started or was given. It has another name at each address."""
+
+    def __init__(self, entry: Mapping[str, Any], api: Any, settings: ClientSettings) -> None:
+        super().__init__(entry["url"], api, settings)
+        self.headers = dict(entry["headers"])
+        self._name = f"{entry['name']} at {entry['url']}"
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+
+class LoopWorker:
+    def __init__(self, writer: asyncio.StreamWriter, servers: ServerList, rollout: Rollout, *, scores: bool) -> None:
+        self._writer, self._servers, self._rollout, self._scores = writer, servers, rollout, scores
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    def receive(self, message: Json) -> None:
+        if "servers" in message:
+            self._servers.follow(message["servers"])
+        elif "cancel" in message:
+            if (task := self._tasks.get(message["cancel"])) is not None:
+                task.cancel()
+        else:
+            number = message["number"]
+            task = self._tasks[number] = asyncio.get_running_loop().create_task(self._play(number, message))
+            task.add_done_callback(lambda done: self._tasks.pop(number, None))
+
+    async def _play(self, number: int, message: Json) -> None:
+        answer: Json
+        try:
+            episode = await self._episode(message)
+            answer = {"episode": episode_to_json(episode)}
+        except RallyError as problem:
+            answer = {"error": str(problem)}
+        except Exception as problem:  # noqa: BLE001 - the controller reports it, whatever it is
+            answer = {"error": f"a loop worker failed: {type(problem).__name__}: {problem}"}
+        totals = {"counts": self._servers.counts(), "busy_seconds": self._servers.requests.seconds}
+        try:
+            write_frame(self._writer, {"number": number, **answer, **totals})
+        except FrameError as problem:
+            write_frame(self._writer, {"number": number, "error": f"the episode is too large: {problem}", **totals})
+        await self._writer.drain()
+
+    async def _episode(self, message: Json) -> Episode:
+        job = Job(**{**message["job"], "task": task_from_json(message["job"]["task"])})
+        left = message["seconds_left"]
+        sampling = SamplingParams(**message["sampling"])
+        try:
+            ends_at = None if left is None else time.perf_counter() + left
+            episode = await self._rollout.runner.episode(job, sampling, ends_at)
+        finally:
+            self._servers.dismiss(job.episode_id)
+        return await self._rollout.score(episode) if self._scores else episode
+
+
+async def work(host: str, port: int, number: int, token: str) -> None:
+    reader, writer = await asyncio.open_connection(host, port)
+    write_frame(writer, {"worker": number, "token": token})
+    plan = (await read_frame(reader))["plan"]
+    config = Config.model_validate(plan["config"])
+    servers = ServerList(plan)
+    tokenizer, toolbox = tokenizer_of(config), toolbox_of(config)
+    codec = codec_of(config, tokenizer, toolbox)
+    inputs = RunInputs(tokenizer, toolbox, interactions_of(config), codec, None, None, environments_of(config))
+    servers.with_decode(codec.decode)
+    scores = scores_in_workers(config)
+    rollout = rollout_of(config, inputs, servers, in_worker=True)
+    async with rollout.scorer:
+        write_frame(writer, {"ready": True})
+        worker = LoopWorker(writer, servers, rollout, scores=scores)
+        try:
+            while True:
+                worker.receive(await read_frame(reader))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass  # the controller is gone
+        finally:
+            await servers.close()
+            toolbox.close()
+
+
+if __name__ == "__main__":
+    address, _, port = sys.argv[1].rpartition(":")
+    asyncio.run(work(address, int(port), int(sys.argv[2]), os.environ.pop(TOKEN_VARIABLE)))

@@ -1,0 +1,98 @@
+"""The process of `rally.envs.child`: holds environment objects and answers requests, one JSON object per line.
+
+It runs in another Python environment, so it imports nothing but the standard library, the environment and the few
+modules of Rally that an environment needs. Each object has a thread of its own. What a package prints goes to stderr.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, TextIO
+
+from rally.envs.base import EnvError, Environment, EnvTurn
+from rally.envs.registry import find_environment
+from rally.types import ToolCall
+
+
+class EnvObject:
+    """One environment and the thread that calls it."""
+
+    def __init__(self, answer: Callable[[dict[str, Any]], None]) -> None:
+        self._answer = answer
+        self._requests: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._environment: Environment | None = None
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def put(self, request: dict[str, Any]) -> None:
+        self._requests.put(request)
+
+    def _serve(self) -> None:
+        loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(loop)
+        request: dict[str, Any] = {}
+        while request.get("method") != "close":
+            request = self._requests.get()
+            try:
+                value = self._call(request["method"], request, loop)
+                self._answer({"call": request["call"], "value": value, **self._tools()})
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - answered
+                kind = "env" if isinstance(error, EnvError) else "other"
+                text = str(error) if kind == "env" else f"{type(error).__name__}: {error}"
+                self._answer({"call": request["call"], "error": text, "kind": kind})
+        loop.close()
+
+    def _call(self, method: str, request: dict[str, Any], loop: asyncio.AbstractEventLoop) -> Any:
+        if method == "make":
+            self._environment = find_environment(request["name"])(**request["args"])
+            return None
+        if self._environment is None:
+            return None if method == "close" else _missing()
+        arguments = [_turn(request["turn"])] if method == "step" else request.get("arguments", [])
+        returned = getattr(self._environment, method)(*arguments)
+        return loop.run_until_complete(returned) if inspect.isawaitable(returned) else returned
+
+    def _tools(self) -> dict[str, Any]:
+        made = self._environment
+        return {} if made is None else {"added_tools": list(made.added_tools), "as_written": made.arguments_as_written}
+
+
+def _missing() -> None:
+    raise EnvError("the environment was not made")
+
+
+def _turn(fields: Mapping[str, Any]) -> EnvTurn:
+    return EnvTurn(text=fields["text"], calls=tuple(ToolCall(**call) for call in fields["calls"]))
+
+
+def _plain(value: Any) -> Any:
+    """Numbers of numpy and torch, and anything else as text."""
+    return value.item() if hasattr(value, "item") else str(value)
+
+
+def main() -> None:
+    """Serve until stdin closes, which it does when the parent ends."""
+    channel: TextIO = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    lock, objects = threading.Lock(), dict[int, EnvObject]()
+
+    def answer(message: dict[str, Any]) -> None:
+        line = json.dumps(message, default=_plain)
+        with lock:
+            channel.write(line + "\n")
+            channel.flush()
+
+    for line in sys.stdin:
+        request = json.loads(line)
+        if request["method"] == "make":
+            objects[request["object"]] = EnvObject(answer)
+        objects[request["object"]].put(request)
+        if request["method"] == "close":
+            del objects[request["object"]]
+    os._exit(0)  # without waiting for threads that hang

@@ -1,0 +1,368 @@
+"""Nodes of a Ray cluster: a placement group reserves them, an agent on each starts processes and answers heartbeats.
+
+Nothing waits forever: the reservation has a timeout, and its error names what each node lacks. A node whose agent does
+not answer in time is lost; Ray alone takes a minute to notice a node that hangs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rally.nodes.agent import NodeAgent, NodeDescription, own_versions
+from rally.nodes.base import NodeError
+
+POLL_SECONDS = 0.5
+CALL_SECONDS = 60.0  # for an agent to answer a command
+STOP_SECONDS = 15.0
+CONNECT_SECONDS = 10.0
+NOTE_SECONDS = 30.0
+NODE_LABEL = "ray.io/node-id"
+FORWARDED = ("PYTHONPATH", "OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM")
+FORWARDED_PREFIXES = ("HF_", "RALLY_", "TORCH_", "NCCL_", "GLOO_", "CUDA_LAUNCH")
+NOT_FORWARDED = ("TOKEN", "SECRET", "KEY")  # parts of names of credentials: Ray shows a runtime environment in its logs
+INSTALL = "several nodes need Ray; run: pip install 'rally-rl[ray]'"
+START = (
+    "start one with `ray start --head` here and `ray start --address=HERE:6379` on the other nodes, "
+    "or set ray_kwargs.ray_init.address"
+)
+MEMORY_MONITOR = (
+    "Ray's memory monitor killed a process because the memory of its node was almost full; use less memory on that "
+    "node, or start Ray there with RAY_memory_monitor_refresh_ms=0"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RaySettings:
+    """How the cluster is found, and how long to wait."""
+
+    address: str | None = None  # None: RAY_ADDRESS, a cluster of this machine, or a new one if `may_start`
+    may_start: bool = False
+    num_cpus: int | None = None  # of a cluster that the run starts
+    init: Mapping[str, Any] = field(default_factory=dict)  # further arguments of ray.init
+    wait_seconds: float = 300.0  # for the resources
+    heartbeat_seconds: float = 20.0  # without an answer, after which a node is lost
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeRequest:
+    """One node of the run. `here`: the one that this process runs on."""
+
+    cpus: float
+    gpus: int = 0
+    here: bool = False
+
+    @property
+    def resources(self) -> dict[str, float]:
+        return {"CPU": self.cpus, **({"GPU": float(self.gpus)} if self.gpus else {})}
+
+
+class RayNode:
+    """A reserved node of the cluster."""
+
+    def __init__(self, actor: Any, address: str, name: str, gpus: tuple[str, ...]) -> None:
+        self.name, self.address, self.gpus = name, address, gpus
+        self.loss: str | None = None
+        self.living: list[bool] = []
+        self._actor = actor
+        self._lock = threading.Lock()
+
+    def launch(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> RayProcess:
+        with self._lock:
+            number = self.ask("launch", list(command), dict(environment), str(log))
+            self.living += [True] * (number + 1 - len(self.living))
+        return RayProcess(self, number, log)
+
+    def free_port(self) -> int:
+        return int(self.ask("free_port"))
+
+    def ask(self, method: str, *args: Any, seconds: float = CALL_SECONDS) -> Any:
+        """The agent's answer; NodeError if the node is lost."""
+        import ray
+
+        if self.loss is not None:
+            raise NodeError(self.loss)
+        try:
+            return ray.get(getattr(self._actor, method).remote(*args), timeout=seconds)
+        except ray.exceptions.RayTaskError as problem:
+            raise NodeError(f"node {self.name} failed: {problem.cause}") from None
+        except ray.exceptions.RayError as problem:
+            raise NodeError(self.loss or _loss(self.name, problem)) from None
+
+
+class RayProcess:
+    """A process that the agent of a node started."""
+
+    def __init__(self, node: RayNode, number: int, log: Path) -> None:
+        self.node, self.number, self.log = node, number, log
+
+    @property
+    def alive(self) -> bool:
+        return self.node.loss is None and self.node.living[self.number]
+
+    async def ended(self) -> None:
+        while self.alive:
+            await asyncio.sleep(POLL_SECONDS)
+
+    def log_tail(self) -> str:
+        if self.node.loss is not None:
+            return f"{self.node.loss}; its log is {self.log}"
+        try:
+            return str(self.node.ask("log_tail", self.number, seconds=STOP_SECONDS))
+        except NodeError as problem:
+            return f"{problem}; its log is {self.log}"
+
+    async def stop(self) -> None:
+        if self.node.loss is None:
+            try:
+                await asyncio.to_thread(self.node.ask, "stop", [self.number])
+                async with asyncio.timeout(STOP_SECONDS):
+                    await self.ended()
+            except (NodeError, TimeoutError):
+                return  # it ends with its node
+
+
+class RayCluster:
+    """Reserved nodes, in the order of the requests. A context manager that gives them back.
+
+    `needed` are folders and files that every node must see; the first is the working directory."""
+
+    def __init__(
+        self,
+        settings: RaySettings,
+        requests: Sequence[NodeRequest],
+        needed: Sequence[Path],
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.settings, self.requests, self.needed = settings, tuple(requests), tuple(map(str, needed))
+        self.nodes: list[RayNode] = []
+        self._note = note
+        self._group: Any = None
+        self._actors: list[Any] = []
+        self._stopping = threading.Event()
+        self._monitor = threading.Thread(target=self._watch, name="rally-nodes", daemon=True)
+
+    def open(self) -> RayCluster:
+        """Reserve the nodes and start their agents."""
+        try:
+            _connect(self.settings, self._note)
+            self._reserve()
+            self._start_agents()
+        except BaseException:
+            self.close()
+            raise
+        self._monitor.start()
+        return self
+
+    def __enter__(self) -> RayCluster:
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all processes of the run and give the nodes back."""
+        self._stopping.set()
+        if self._monitor.is_alive():
+            self._monitor.join(STOP_SECONDS)
+        ray = sys.modules.get("ray")
+        if ray is None or not ray.is_initialized():
+            return
+        with suppress(Exception):  # a cluster that is gone must not hide why the run ends
+            for actor in self._actors:
+                ray.kill(actor)  # Ray or their guards end its processes, whichever comes first
+            if self._group is not None:
+                ray.util.remove_placement_group(self._group)
+        with suppress(Exception):
+            ray.shutdown()
+
+    def _reserve(self) -> None:
+        """Reserve all nodes together, or raise with what is missing on which node."""
+        import ray
+
+        mine = ray.get_runtime_context().get_node_id()
+        self._group = ray.util.placement_group(
+            [request.resources for request in self.requests],
+            strategy="STRICT_SPREAD",
+            bundle_label_selector=[{NODE_LABEL: mine} if request.here else {} for request in self.requests],
+        )
+        deadline, told = time.monotonic() + self.settings.wait_seconds, 0.0
+        while not self._group.wait(timeout_seconds=min(2.0, self.settings.wait_seconds)):
+            missing = self._missing(mine)
+            if time.monotonic() > deadline:
+                raise NodeError(
+                    f"{missing} after {self.settings.wait_seconds:g} s (trainer.ray_wait_register_center_timeout); "
+                    "start Ray on more nodes, end other jobs, or lower trainer.nnodes or n_gpus_per_node"
+                )
+            if time.monotonic() - told > NOTE_SECONDS:
+                told = time.monotonic()
+                self._note(f"waiting for Ray: {missing}")
+
+    def _missing(self, mine: str) -> str:
+        """A sentence about the resources of every node that does not fit the requests."""
+        import ray
+
+        free = ray._private.state.available_resources_per_node()
+        alive = [node for node in ray.nodes() if node["Alive"]]
+        request = max(self.requests, key=lambda one: (one.gpus, one.cpus))
+        rows = [_node_row(node, free.get(node["NodeID"], {}), request, node["NodeID"] == mine) for node in alive]
+        return (
+            f"the run needs {len(self.requests)} nodes with {_resources(request.resources)} each, and of the "
+            f"{len(alive)} nodes of the Ray cluster {sum(row.fits for row in rows)} have it free ("
+            + "; ".join(row.text for row in rows)
+            + ")"
+        )
+
+    def _start_agents(self) -> None:
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        places = ray.util.placement_group_table(self._group)["bundles_to_node_id"]
+        python, folder = sys.executable, self.needed[0]
+        for index, request in enumerate(self.requests):
+            where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
+            remote = ray.remote(num_cpus=request.cpus, num_gpus=request.gpus, max_restarts=0)(NodeAgent)
+            options = remote.options(scheduling_strategy=where, runtime_env={"env_vars": _forwarded()})
+            address = addresses[places[index]]
+            self._actors.append(options.remote(address, folder, python))
+        deadline = time.monotonic() + self.settings.wait_seconds
+        for index, actor in enumerate(self._actors):
+            address = addresses[places[index]]
+            try:
+                seconds = max(1.0, deadline - time.monotonic())
+                found: NodeDescription = ray.get(actor.describe.remote(list(self.needed)), timeout=seconds)
+            except ray.exceptions.RayError as problem:
+                raise NodeError(_loss(address, problem)) from None
+            name = f"{found.hostname} ({address})" if found.hostname != address else address
+            self._check(name, found, self.requests[index])
+            self.nodes.append(RayNode(actor, address, name, found.gpus))
+
+    def _check(self, name: str, found: NodeDescription, request: NodeRequest) -> None:
+        """Raise unless the node can take part."""
+        mine = own_versions()
+        different = [
+            f"{package} {found.versions.get(package)} instead of {version}"
+            for package, version in mine.items()
+            if found.versions.get(package) != version
+        ]
+        if different:
+            raise NodeError(f"node {name} has {', '.join(different)}; install the same versions on all nodes")
+        if found.missing:
+            raise NodeError(
+                f"node {name} does not see {', '.join(found.missing)}; put them on storage that all nodes share, "
+                "under the same path"
+            )
+        if len(found.gpus) < request.gpus:
+            raise NodeError(f"node {name} shows {len(found.gpus)} of {request.gpus} reserved GPUs; check its driver")
+
+    def _watch(self) -> None:
+        """Runs in a thread: asks every agent which processes live, and marks nodes that do not answer as lost."""
+        import ray
+
+        asked: dict[int, Any] = {}
+        heard = dict.fromkeys(range(len(self.nodes)), time.monotonic())
+        while not self._stopping.wait(POLL_SECONDS):
+            for index, node in enumerate(self.nodes):
+                if node.loss is None and index not in asked:
+                    asked[index] = self._actors[index].alive.remote()
+            if asked:
+                ray.wait(list(asked.values()), num_returns=len(asked), timeout=POLL_SECONDS)
+            for index, reference in list(asked.items()):
+                node = self.nodes[index]
+                try:
+                    living = ray.get(reference, timeout=0)
+                except ray.exceptions.GetTimeoutError:
+                    silent = time.monotonic() - heard[index]
+                    if silent > self.settings.heartbeat_seconds:
+                        node.loss = f"node {node.name} has not responded for {silent:.0f} s"
+                        del asked[index]
+                    continue
+                except ray.exceptions.RayError as problem:
+                    node.loss = _loss(node.name, problem)
+                    del asked[index]
+                    continue
+                del asked[index]
+                heard[index] = time.monotonic()
+                node.living[: len(living)] = living
+
+
+@dataclass(frozen=True)
+class _NodeRow:
+    fits: bool
+    text: str
+
+
+def _node_row(node: Mapping[str, Any], free: Mapping[str, float], request: NodeRequest, mine: bool) -> _NodeRow:
+    lacking = {name: need for name, need in request.resources.items() if free.get(name, 0.0) < need}
+    total = node["Resources"]
+    shown = ", ".join(f"{free.get(name, 0.0):g} of {total.get(name, 0.0):g} {name}" for name in request.resources)
+    name = f"{node['NodeManagerHostname']} {node['NodeManagerAddress']}" + (", this node" if mine else "")
+    return _NodeRow(not lacking, f"{name}: {shown} free")
+
+
+def _resources(wanted: Mapping[str, float]) -> str:
+    return " and ".join(f"{count:g} {name}" for name, count in wanted.items())
+
+
+def _loss(name: str, problem: BaseException) -> str:
+    import ray
+
+    if isinstance(problem, ray.exceptions.OutOfMemoryError) or "running low on memory" in str(problem):
+        return f"node {name} is lost: {MEMORY_MONITOR}"
+    if isinstance(problem, ray.exceptions.GetTimeoutError):
+        return f"node {name} did not answer in time"
+    return f"node {name}, or Rally's agent on it, has died"
+
+
+def _connect(settings: RaySettings, note: Callable[[str], None]) -> None:
+    """Join the running cluster, or start one of this machine if that suffices."""
+    try:
+        import ray
+    except ImportError:
+        raise NodeError(INSTALL) from None
+    if ray.is_initialized():
+        return
+    os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")  # for a cluster that this process starts
+    options = {"log_to_driver": False, "logging_level": "warning", "configure_logging": True, **settings.init}
+    address = settings.address or os.environ.get("RAY_ADDRESS") or "auto"
+    try:
+        _check_port(address)
+        ray.init(address=address, **options)
+    except ConnectionError:
+        if address != "auto" or not settings.may_start:
+            where = "on this machine" if address == "auto" else f"at {address}"
+            raise NodeError(f"no Ray cluster answers {where}; {START}") from None
+        ray.init(include_dashboard=False, num_cpus=settings.num_cpus, **options)
+        return
+    if settings.num_cpus is not None:
+        note(f"ray_kwargs.ray_init.num_cpus={settings.num_cpus} has no effect: the Ray cluster runs already")
+
+
+def _check_port(address: str) -> None:
+    """Raise ConnectionError if nothing listens at host:port; ray.init would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit() and "/" not in host:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+        except OSError as problem:
+            raise ConnectionError(str(problem)) from None
+
+
+def _forwarded() -> dict[str, str]:
+    """Variables of this process that the processes on all nodes get, without credentials."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if (name in FORWARDED or name.startswith(FORWARDED_PREFIXES))
+        and not any(part in name.upper() for part in NOT_FORWARDED)
+    }

@@ -1,0 +1,205 @@
+"""Anthropic's `/v1/messages` and `/v1/messages/count_tokens`, translated into chat requests.
+
+A message is sent when it is complete; a streaming client gets it in the events that it expects.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from rally.services.admission import Refused, unless_gone
+from rally.services.api_translation import ChatBackend, TranslatedRequest, chat_request, named_events, text_of
+from rally.services.openai_requests import ChatRequest
+from rally.services.openai_responses import Json, call_key
+from rally.types import Message
+
+HARMLESS = frozenset({"metadata", "cache_control", "inference_geo"})
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "service_tier": ("auto", "standard_only"),
+    "thinking": ({"type": "disabled"},),
+    "container": (),
+}
+
+
+class MessagesRequest(TranslatedRequest):
+    model: str
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    max_tokens: int | None = None  # count_tokens has none
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] = Field([])
+    tool_choice: dict[str, Any] = Field({})
+    stop_sequences: list[str] = Field([])
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stream: bool = False
+    output_format: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+
+    def chat(self) -> ChatRequest:
+        self.refuse_unknown(HARMLESS, NEUTRAL)
+        system = "" if self.system is None else text_of(self.system, "system", ("text",))
+        opening = [{"role": "system", "content": system}] if system else []
+        fields = {
+            "model": self.model,
+            "messages": [*opening, *(m for at, one in enumerate(self.messages) for m in _chat_messages(one, at))],
+            "tools": [_chat_tool(tool, at) for at, tool in enumerate(self.tools)] or None,
+            "tool_choice": self._choice,
+            "parallel_tool_calls": not self.tool_choice.get("disable_parallel_tool_use", False),
+            "response_format": self._response_format,
+            "reasoning_effort": (self.output_config or {}).get("effort"),
+            "max_tokens": self.max_tokens,
+            "stop": self.stop_sequences or None,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+        }
+        return chat_request(fields)
+
+    @property
+    def _choice(self) -> Any:
+        kind = self.tool_choice.get("type", "auto")
+        if kind == "tool":
+            return {"type": "function", "function": {"name": self.tool_choice.get("name")}}
+        known = {"auto": "auto", "any": "required", "none": "none"}
+        if not isinstance(kind, str) or kind not in known:
+            raise Refused(400, "tool_choice.type must be auto, any, tool or none", param="tool_choice")
+        return known[kind]
+
+    @property
+    def _response_format(self) -> Json | None:
+        config = self.output_config or {}
+        if unknown := sorted(config.keys() - {"format", "effort"}):
+            raise Refused(400, f"output_config.{unknown[0]} is not supported; leave it out", param="output_config")
+        wanted = self.output_format or config.get("format")
+        if wanted is None:
+            return None
+        if not isinstance(wanted, dict) or wanted.get("type") != "json_schema":
+            raise Refused(400, "the output format must have type json_schema and a schema", param="output_config")
+        return {"type": "json_schema", "json_schema": {"name": "output", "schema": wanted.get("schema")}}
+
+
+def _chat_messages(message: Mapping[str, Any], at: int) -> Iterator[Message]:
+    """A message as chat messages: results of tools become messages of their own, before the text."""
+    role, content, where = message.get("role"), message.get("content"), f"messages.{at}"
+    if role not in ("user", "assistant", "system"):
+        raise Refused(400, f"{where}.role must be user or assistant", param=f"{where}.role")
+    if isinstance(content, str):
+        yield {"role": role, "content": content}
+        return
+    if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
+        raise Refused(400, f"{where}.content must be a text or a list of blocks", param=f"{where}.content")
+    texts: list[str] = []
+    calls: list[Json] = []
+    results: list[Message] = []
+    for number, block in enumerate(content):
+        kind, place = block.get("type"), f"{where}.content.{number}"
+        if kind == "text":
+            texts.append(text_of([block], place, ("text",)))
+        elif kind == "tool_use" and role == "assistant":
+            function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}
+            calls.append({"id": block.get("id"), "type": "function", "function": function})
+        elif kind == "tool_result" and role == "user":
+            text = text_of(block.get("content") or "", f"{place}.content", ("text",))
+            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
+        else:
+            raise Refused(400, f"{place} has type {kind}, which is not supported; leave it out", param=place)
+    yield from results
+    if texts or calls or not results:
+        yield {"role": role, "content": "".join(texts), **({"tool_calls": calls} if calls else {})}
+
+
+def _chat_tool(tool: Mapping[str, Any], at: int) -> Json:
+    if tool.get("type", "custom") != "custom" or not isinstance(tool.get("input_schema"), dict):
+        problem = f"tools.{at} is not a tool with a name and an input_schema; only such tools are supported"
+        raise Refused(400, f"{problem}, so leave it out", param=f"tools.{at}")
+    kept = {key: tool[key] for key in ("name", "description") if tool.get(key) is not None}
+    return {"type": "function", "function": {**kept, "parameters": tool["input_schema"]}}
+
+
+def message_of(answer: Json) -> Json:
+    """The message that a chat completion becomes."""
+    choice, usage = answer["choices"][0], answer["usage"]
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    stopped = choice.get("stop_reason")
+    reasons = {"length": "max_tokens", "tool_calls": "tool_use"}
+    return {
+        "id": f"msg_{call_key(answer['id'])}",
+        "type": "message",
+        "role": "assistant",
+        "model": answer["model"],
+        "content": list(_blocks(choice["message"])),
+        "stop_reason": reasons.get(choice["finish_reason"], "stop_sequence" if stopped else "end_turn"),
+        "stop_sequence": stopped,
+        "usage": {
+            "input_tokens": usage["prompt_tokens"] - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": usage["completion_tokens"],
+        },
+    }
+
+
+def _blocks(message: Message) -> Iterator[Json]:
+    calls = message.get("tool_calls") or ()
+    if message.get("content") or not calls:
+        yield {"type": "text", "text": message.get("content") or ""}
+    for call in calls:
+        function = call["function"]
+        arguments = json.loads(function["arguments"])
+        yield {"type": "tool_use", "id": call["id"], "name": function["name"], "input": arguments}
+
+
+def events_of(message: Json) -> list[Json]:
+    """A complete message as the events of a stream."""
+    begun = {**message, "content": [], "stop_reason": None, "stop_sequence": None}
+    begun["usage"] = {**message["usage"], "output_tokens": 0}
+    events: list[Json] = [{"type": "message_start", "message": begun}]
+    for at, block in enumerate(message["content"]):
+        call = block["type"] == "tool_use"
+        opened = {**block, "input": {}} if call else {**block, "text": ""}
+        text = {"type": "text_delta", "text": block.get("text")}
+        delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])} if call else text
+        events += [
+            {"type": "content_block_start", "index": at, "content_block": opened},
+            {"type": "content_block_delta", "index": at, "delta": delta},
+            {"type": "content_block_stop", "index": at},
+        ]
+    end = {"stop_reason": message["stop_reason"], "stop_sequence": message["stop_sequence"]}
+    return [*events, {"type": "message_delta", "delta": end, "usage": message["usage"]}, {"type": "message_stop"}]
+
+
+class Messages:
+    """The endpoints; an application mounts `routes`."""
+
+    def __init__(self, backend: ChatBackend) -> None:
+        self._backend = backend
+
+    @property
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/messages", self.create, methods=["POST"]),
+            Route("/v1/messages/count_tokens", self.count_tokens, methods=["POST"]),
+        ]
+
+    async def create(self, request: Request) -> Response:
+        self._backend.admit(request)
+        body = MessagesRequest.model_validate_json(await request.body())
+        if body.max_tokens is None:
+            raise Refused(400, "max_tokens is missing; give the most tokens of the answer", param="max_tokens")
+        message = message_of(await unless_gone(request, self._backend.complete(request, body.chat())))
+        if not body.stream:
+            return JSONResponse(message)
+        return StreamingResponse(named_events(events_of(message)), media_type="text/event-stream")
+
+    async def count_tokens(self, request: Request) -> Response:
+        self._backend.admit(request)
+        body = MessagesRequest.model_validate_json(await request.body())
+        return JSONResponse({"input_tokens": await self._backend.count_tokens(request, body.chat())})

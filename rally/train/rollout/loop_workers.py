@@ -1,0 +1,385 @@
+"""Loop workers: processes that play and score episodes, on any node of the run.
+
+The controller keeps the ledger: it decides which job runs when, and every job ends with exactly one episode. A worker
+gets jobs and the list of rollout servers, asks the servers itself, and returns episodes. A job of a worker that dies is
+played again by another, with the same seed, so no group is lost and none is favoured. At most `max_jobs` jobs are with
+one worker; the others wait here.
+
+Connections belong to a thread with an event loop of its own. Messages are JSON and nothing in them is executed. A
+worker proves with a token of the run that it belongs to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import hmac
+import itertools
+import logging
+import secrets
+import sys
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from rally.loops import Job, Runner
+from rally.nodes import LOCAL, Node, NodeError, NodeProcess
+from rally.track.run_folder.episode_json import Json, episode_from_json, task_to_json
+from rally.types import Episode, RallyError, SamplingParams
+from rally.util.frames import FrameError, read_frame, write_frame
+
+TOKEN_VARIABLE = "RALLY_LOOP_WORKER_TOKEN"
+MODULE = "rally.distributed.loop_worker"
+POLL_SECONDS = 0.25
+HELLO_SECONDS = 20.0
+HELLO_BYTES = 4096
+MAX_ATTEMPTS = 3  # of one job, each lost with its worker
+MAX_STARTS = 5  # of one worker in a row without a finished job
+
+_log = logging.getLogger(__name__)
+
+
+class LoopWorkerError(RallyError):
+    """The loop workers cannot play an episode."""
+
+
+class ServerSource(Protocol):
+    """What tells workers which servers to ask, such as a `RemoteEngine`."""
+
+    def describe_servers(self) -> Json: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopWorkerSettings:
+    count: int
+    max_jobs: int  # with one worker at a time
+    plan: Json = field(repr=False)  # what a worker builds its loops from
+    logs: Path
+    start_seconds: float = 300.0
+
+
+@dataclass(eq=False)
+class _Pending:
+    """A job, and the future of its episode."""
+
+    number: int
+    message: Json
+    ends_at: float | None
+    future: concurrent.futures.Future[Json]
+    attempts: int = 0
+
+
+@dataclass(eq=False)
+class _LoopWorker:
+    number: int
+    token: str
+    process: NodeProcess | None = None
+    connection: asyncio.StreamWriter | None = None
+    writer: asyncio.StreamWriter | None = None  # its connection, once it is ready
+    jobs: dict[int, _Pending] = field(default_factory=dict)
+    servers: Json | None = None  # as last sent
+    starts: int = 0
+    started: float = 0.0
+    counts: Counter[str] = field(default_factory=Counter)
+    busy_seconds: float = 0.0
+
+
+class LoopWorkerPool:
+    """The loop workers of a run. `play` may be called from any event loop."""
+
+    def __init__(self, settings: LoopWorkerSettings, nodes: Sequence[Node], servers: ServerSource) -> None:
+        self.settings, self._nodes, self._servers = settings, tuple(nodes), servers
+        self._numbers = itertools.count()
+        self._waiting: deque[_Pending] = deque()
+        self._workers = [_LoopWorker(i, secrets.token_urlsafe(32)) for i in range(settings.count)]
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="rally-loop-workers", daemon=True)
+        self._closing = threading.Event()
+        self._address = ""
+        self._failure: LoopWorkerError | None = None
+        self._finished: Counter[str] = Counter()  # counts of workers that have ended
+        self._lap: Counter[str] = Counter()
+        self.restarts = 0
+
+    def start(self) -> None:
+        self._thread.start()
+
+    async def play(self, job: Job, sampling: SamplingParams, ends_at: float | None) -> Episode:
+        """Have a worker play and score a job. `ends_at` is the deadline of the step, by time.perf_counter."""
+        message = {
+            "job": {**vars(job), "task": _task_json(job)},
+            "sampling": asdict(sampling),
+        }
+        pending = _Pending(next(self._numbers), message, ends_at, concurrent.futures.Future())
+        self._loop.call_soon_threadsafe(self._submit, pending)
+        try:
+            answer = await asyncio.wrap_future(pending.future)
+        except asyncio.CancelledError:
+            self._loop.call_soon_threadsafe(self._cancel, pending.number)
+            raise
+        return episode_from_json(answer)
+
+    def lap(self) -> dict[str, float]:
+        """Counts of the workers' routers since the last call."""
+        total = sum((worker.counts for worker in self._workers), Counter(self._finished))
+        before, self._lap = self._lap, total
+        new = total - before
+        later = new["kept"] + new["moved_from_busy"] + new["moved_from_dead"]
+        return {
+            **{f"router/{name}": float(new[name]) for name in total},
+            "router/kept_rate": new["kept"] / later if later else 1.0,
+            "rollout/loop_workers": float(sum(worker.writer is not None for worker in self._workers)),
+            "rollout/loop_worker_restarts": float(self.restarts),
+        }
+
+    @property
+    def busy_seconds(self) -> float:
+        """The most seconds in which one of the workers had a request at a server."""
+        return max(worker.busy_seconds for worker in self._workers)
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            self._closing.set()
+            self._thread.join(30)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._serve())
+        except Exception as problem:  # noqa: BLE001 - whatever it is, nobody may wait for an answer forever
+            self._fail(LoopWorkerError(f"the loop workers failed: {type(problem).__name__}: {problem}"))
+        finally:
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        """Accept workers and watch their processes until `close`."""
+        host = self._nodes[0].address
+        async with await asyncio.start_server(self._connected, host, 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            self._address = f"{host}:{port}"
+            try:
+                while not self._closing.is_set():
+                    for worker in self._workers:
+                        await self._check(worker)
+                    self._tell_servers()
+                    await asyncio.sleep(POLL_SECONDS)
+            except LoopWorkerError as problem:
+                self._fail(problem)
+            except Exception as problem:  # noqa: BLE001 - whatever it is, nobody may wait for an answer forever
+                self._fail(LoopWorkerError(f"the loop workers failed: {type(problem).__name__}: {problem}"))
+            finally:
+                await asyncio.gather(*(self._stop(worker) for worker in self._workers), return_exceptions=True)
+                self._fail(LoopWorkerError("the loop workers were stopped"))
+
+    async def _check(self, worker: _LoopWorker) -> None:
+        """Start a worker that does not run. Raises if it cannot be started."""
+        if self._failure is not None:
+            return
+        process = worker.process
+        if process is not None and process.alive:
+            late = worker.writer is None and time.monotonic() - worker.started > self.settings.start_seconds
+            if not late:
+                return
+        if process is not None:
+            tail = await asyncio.to_thread(process.log_tail)
+            await process.stop()
+            worker.process = None
+            self._requeue(worker)
+            if worker.starts >= MAX_STARTS:
+                raise LoopWorkerError(
+                    f"loop worker {worker.number} ended {worker.starts} times before it finished a job; {tail}"
+                )
+            _log.warning("loop worker %d has ended and is started again; %s", worker.number, tail)
+            self.restarts += 1
+        await self._launch(worker)
+
+    async def _launch(self, worker: _LoopWorker) -> None:
+        """Start the process of a worker on its node or, if that is lost, on another."""
+        nodes = [node for node in self._nodes if node.loss is None]
+        if not nodes:
+            raise LoopWorkerError("no node is left to play episodes on")
+        node = nodes[worker.number % len(nodes)]
+        log = self.settings.logs / f"loop-worker-{worker.number}.log"
+        command = [sys.executable, "-m", MODULE, self._address, str(worker.number)]
+        worker.starts += 1
+        worker.started = time.monotonic()
+        try:
+            if node is LOCAL:  # in this thread: the process ends with it
+                worker.process = node.launch(command, {TOKEN_VARIABLE: worker.token}, log)
+            else:
+                worker.process = await asyncio.to_thread(node.launch, command, {TOKEN_VARIABLE: worker.token}, log)
+        except NodeError as problem:
+            if worker.starts >= MAX_STARTS:
+                raise LoopWorkerError(f"loop worker {worker.number} cannot be started: {problem}") from None
+            _log.warning("loop worker %d cannot be started: %s", worker.number, problem)
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def _stop(self, worker: _LoopWorker) -> None:
+        if worker.writer is not None:
+            worker.writer.close()
+        if worker.process is not None:
+            await worker.process.stop()
+
+    def _requeue(self, worker: _LoopWorker) -> None:
+        """Queue the jobs of a worker that is gone again, first."""
+        if worker.writer is not None:
+            worker.writer.transport.abort()  # a node that hangs would not take the rest
+        worker.writer = worker.connection = worker.servers = None
+        self._finished += worker.counts
+        worker.counts = Counter()
+        for pending in reversed(worker.jobs.values()):
+            if pending.attempts >= MAX_ATTEMPTS:
+                self._answer(
+                    pending,
+                    LoopWorkerError(
+                        f"episode {pending.message['job']['episode_id']} was with {pending.attempts} loop workers, and "
+                        f"each of them died; see {self.settings.logs}"
+                    ),
+                )
+            elif not pending.future.cancelled():
+                self._waiting.appendleft(pending)
+        worker.jobs.clear()
+        self._dispatch()
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        worker: _LoopWorker | None = None
+        try:
+            async with asyncio.timeout(HELLO_SECONDS):
+                hello = await read_frame(reader, HELLO_BYTES)
+            claimed = self._workers[int(hello.get("worker", -1)) % len(self._workers)]
+            token = str(hello.get("token")).encode(errors="replace")
+            if not hmac.compare_digest(token, claimed.token.encode()) or claimed.writer is not None:
+                return
+            worker = claimed
+            worker.connection = writer
+            write_frame(writer, {"plan": self.settings.plan})
+            await read_frame(reader, HELLO_BYTES)  # it is ready
+            worker.writer = writer
+            self._dispatch()
+            while True:
+                self._received(worker, await read_frame(reader))
+        except (OSError, asyncio.IncompleteReadError, TimeoutError, ValueError):
+            pass  # the watcher finds the process dead, or ends it below
+        finally:
+            writer.close()
+            if worker is not None and worker.connection is writer and not self._closing.is_set():
+                self._requeue(worker)
+                if worker.process is not None:
+                    await worker.process.stop()  # `_check` starts it again
+
+    def _received(self, worker: _LoopWorker, message: Json) -> None:
+        worker.counts = Counter({name: int(count) for name, count in message["counts"].items()})
+        worker.busy_seconds = float(message["busy_seconds"])
+        pending = worker.jobs.pop(message["number"], None)
+        if pending is None:
+            return  # it was cancelled
+        worker.starts = 0
+        if "error" in message:
+            self._answer(pending, LoopWorkerError(message["error"]))
+        else:
+            self._answer(pending, message["episode"])
+        self._dispatch()
+
+    @staticmethod
+    def _answer(pending: _Pending, answer: Json | LoopWorkerError) -> None:
+        with suppress(concurrent.futures.InvalidStateError):  # it was cancelled
+            if isinstance(answer, LoopWorkerError):
+                pending.future.set_exception(answer)
+            else:
+                pending.future.set_result(answer)
+
+    def _submit(self, pending: _Pending) -> None:
+        if self._failure is not None:
+            self._answer(pending, self._failure)
+            return
+        self._waiting.append(pending)
+        self._dispatch()
+
+    def _cancel(self, number: int) -> None:
+        for worker in self._workers:
+            if worker.jobs.pop(number, None) is not None and worker.writer is not None:
+                write_frame(worker.writer, {"cancel": number})
+        self._dispatch()
+
+    def _dispatch(self) -> None:
+        """Give waiting jobs to the workers with the fewest."""
+        while self._waiting:
+            ready = [w for w in self._workers if w.writer is not None and len(w.jobs) < self.settings.max_jobs]
+            if not ready:
+                return
+            pending = self._waiting.popleft()
+            if pending.future.cancelled():
+                continue
+            worker = min(ready, key=lambda one: len(one.jobs))
+            self._tell(worker)
+            worker.jobs[pending.number] = pending
+            pending.attempts += 1
+            left = None if pending.ends_at is None else pending.ends_at - time.perf_counter()
+            assert worker.writer is not None
+            try:
+                write_frame(worker.writer, {**pending.message, "number": pending.number, "seconds_left": left})
+            except FrameError as problem:
+                del worker.jobs[pending.number]
+                self._answer(pending, LoopWorkerError(f"the job cannot be sent to a loop worker: {problem}"))
+
+    def _tell_servers(self) -> None:
+        for worker in self._workers:
+            if worker.jobs:
+                self._tell(worker)
+
+    def _tell(self, worker: _LoopWorker) -> None:
+        """Send the list of servers if it has changed."""
+        servers = self._servers.describe_servers()
+        if worker.writer is not None and servers != worker.servers:
+            worker.servers = servers
+            write_frame(worker.writer, {"servers": servers})
+
+    def _fail(self, problem: LoopWorkerError) -> None:
+        self._failure = self._failure or problem
+        jobs = [*self._waiting, *(pending for worker in self._workers for pending in worker.jobs.values())]
+        self._waiting.clear()
+        for pending in jobs:
+            self._answer(pending, self._failure)
+
+
+@dataclass(kw_only=True)
+class LoopWorkerRunner(Runner):
+    """A `Runner` whose episodes are played by loop workers."""
+
+    pool: LoopWorkerPool
+
+    async def episode(self, job: Job, sampling: SamplingParams, ends_at: float | None) -> Episode:
+        return await self.pool.play(job, sampling, ends_at)
+
+    async def __aenter__(self) -> LoopWorkerRunner:
+        self.pool.start()
+        return self
+
+    async def __aexit__(self, *problem: object) -> None:
+        await asyncio.to_thread(self.pool.close)
+
+
+def _task_json(job: Job) -> Json:
+    task = task_to_json(job.task)
+    if (name := _opaque(task)) is not None:
+        raise LoopWorkerError(
+            f"row {job.task.id} holds a {name}, which cannot be sent to a loop worker; set "
+            "rollout.agent.num_workers=1, or store it as text or numbers"
+        )
+    return task
+
+
+def _opaque(value: Any) -> str | None:
+    """The type of a value within JSON that could not be written as such, and of images."""
+    if isinstance(value, dict):
+        if "$repr" in value or "$image" in value:
+            return str(value.get("type", "picture"))
+        return next((found for item in value.values() if (found := _opaque(item)) is not None), None)
+    if isinstance(value, list):
+        return next((found for item in value if (found := _opaque(item)) is not None), None)
+    return None

@@ -1,0 +1,134 @@
+"""Environments in a process of their own: played like others; deaths, hangs and mistakes are reported in words."""
+
+import os
+import signal
+import sys
+import venv
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rally.config import load_config
+from rally.envs import EnvError, EnvSession, EnvSpec, EnvTurn
+from rally.envs.child import ChildEnvironment, process_of
+from rally.runs.build.data import environments_of
+from rally.types import Task, ToolCall
+
+SOURCE = """
+import os, time
+from rally.envs import Environment, tool_reply
+
+class Echo(Environment):
+    def __init__(self, greeting="hi"):
+        self.greeting = greeting
+    def tasks(self):
+        return [{"word": "a"}, {"word": "b"}]
+    async def reset(self, row, seed):
+        print("a package prints")
+        parameters = {"type": "object", "properties": {"n": {"type": "integer"}}}
+        tool = {"type": "function", "function": {"name": "add", "parameters": parameters}}
+        return f"{self.greeting} {row['word']} {os.getpid()}", [tool]
+    def step(self, turn):
+        if turn.text == "die":
+            os._exit(7)
+        if turn.text == "hang":
+            time.sleep(1000)
+        if turn.text == "raise":
+            raise KeyError("lost")
+        if turn.calls:
+            return [tool_reply(call, str(call.arguments["n"] + 1)) for call in turn.calls], None, False, {}
+        return "", 1.5, True, {"said": turn.text}
+"""
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An environment with nothing but the standard library."""
+    folder = tmp_path_factory.mktemp("bare")
+    venv.create(folder, with_pip=False)
+    return str(folder / "bin" / "python")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "child_env_case.py").write_text(SOURCE)
+    monkeypatch.chdir(tmp_path)
+
+
+def opened(python: str, timeout: float = 60.0, **args: Any) -> EnvSession:
+    def make(**given: Any) -> ChildEnvironment:
+        return ChildEnvironment(python, "child_env_case.Echo", **given)
+
+    row = {"env": "echo", "id": "1", "seed": 1, "word": "b"}
+    return EnvSession(EnvSpec(label="echo", make=make, args=args), row, 1, timeout)
+
+
+async def test_an_environment_is_played_in_a_python_without_rally(python: str) -> None:
+    config = load_config(overrides=["env.name=child_env_case.Echo", f"env.python={python}", "env.args.greeting=hello"])
+    environments = environments_of(config)
+    assert environments.tasks("child_env_case.Echo") == [{"word": "a"}, {"word": "b"}]
+    assert environments.seats("child_env_case.Echo") == 1
+    row = {"env": "child_env_case.Echo", "id": "x", "seed": 1}
+    session = environments.open(Task(id="x", data_source="x", prompt=(), row=row))
+    prompt = (await session.reset()).messages[0]["content"]
+    assert prompt.startswith("hello b ") and int(prompt.split()[-1]) != os.getpid()
+    step = await session.step(EnvTurn(text="", calls=(ToolCall(name="add", id="c", arguments={"n": 4}),)))
+    assert step.messages[0]["content"] == "5"
+    step = await session.step(EnvTurn(text="done"))
+    assert (step.reward, step.done, step.info) == (1.5, True, {"said": "done"})
+    assert await session.close() == []
+
+
+async def test_a_mistake_in_it_fails_only_its_episode(python: str) -> None:
+    broken, other = opened(python), opened(python)
+    await broken.reset()
+    await other.reset()
+    with pytest.raises(EnvError, match=r"step of the environment echo raised .*KeyError: 'lost'"):
+        await broken.step(EnvTurn(text="raise"))
+    assert (await other.step(EnvTurn(text="fine"))).reward == 1.5
+    assert await broken.close() == [] == await other.close()
+    with pytest.raises(EnvError, match="unexpected keyword argument"):
+        await opened(python, nothing=1).reset()
+
+
+async def test_a_process_that_dies_is_reported_and_replaced(python: str) -> None:
+    dying, other = opened(python), opened(python)
+    await dying.reset()
+    await other.reset()
+    with pytest.raises(EnvError, match="ended with exit code 7"):
+        await dying.step(EnvTurn(text="die"))
+    with pytest.raises(EnvError, match="ended with exit code 7"):
+        await other.step(EnvTurn(text="fine"))
+    for session in (dying, other):
+        assert "ended with exit code 7" in (await session.close())[0]
+    again = opened(python)
+    await again.reset()
+    assert (await again.step(EnvTurn(text="fine"))).reward == 1.5
+    await again.close()
+
+
+async def test_a_call_that_hangs_misses_its_deadline_and_the_process_is_killed(
+    python: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rally.envs.child.CLOSE_SECONDS", 0.2)
+    session = opened(python, timeout=5.0)
+    await session.reset()
+    session._timeout = 0.3
+    process = process_of(python)
+    with pytest.raises(EnvError, match=r"did not return within 0\.3 seconds"):
+        await session.step(EnvTurn(text="hang"))
+    session._timeout = 30.0
+    assert "which was ended" in (await session.close())[0]
+    process._process.wait(20)
+    assert process._process.returncode == -signal.SIGKILL
+
+
+def test_a_python_that_cannot_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(EnvError, match=r"env\.python=/nowhere/python is no program"):
+        ChildEnvironment("/nowhere/python", "a.B")
+    script = tmp_path / "python"
+    script.write_text(f"#!{sys.executable}\nimport sys; sys.exit('too old')\n")
+    script.chmod(0o755)
+    with pytest.raises(EnvError, match="ended with exit code 1: too old"):
+        ChildEnvironment(str(script), "a.B")

@@ -49,7 +49,7 @@ class RunConfig(Section):
     logger: Annotated[tuple[Logger, ...], AsList] = ("console", "file")
     """Where metrics go, one or several: the console, metrics.jsonl in the run folder (file), or a tracker
     (docs/tracking.md)."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
     """auto takes a GPU if there is one, else the CPU."""
     seed: Int = 0
     """The seed of everything random that has no seed key of its own."""

@@ -19,6 +19,7 @@ from rally.config.trainer import RayKwargs, RunConfig
 from rally.distributed.controller import Controller, ControllerSettings
 from rally.models.load import pick_device
 from rally.nodes import THIS_MACHINE, Node, NodeRequest, RayCluster, RaySettings, RunNodes
+from rally.platforms import CUDA, platform_of
 from rally.runs import sft as sft_run
 from rally.runs import train as run
 from rally.runs.build.run_inputs import RunOutcome
@@ -81,12 +82,15 @@ def _nodes(
         yield THIS_MACHINE
         return
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # else asking for GPUs fixes which ones are visible
-    gpus = trainer.n_gpus_per_node if pick_device(trainer.device).type == "cuda" else 0
+    platform = platform_of(pick_device(trainer.device))
+    gpus = trainer.n_gpus_per_node if platform is not None else 0
     training = [
-        NodeRequest(cpus=float(trainer.n_gpus_per_node), gpus=gpus, here=number == 0)
+        NodeRequest(cpus=float(trainer.n_gpus_per_node), gpus=gpus, here=number == 0, platform=platform or CUDA)
         for number in range(trainer.nnodes)
     ]
-    sampling = [NodeRequest(cpus=1.0, gpus=rollout_gpus if gpus else 0) for _ in range(rollout_nodes)]
+    sampling = [
+        NodeRequest(cpus=1.0, gpus=rollout_gpus if gpus else 0, platform=platform or CUDA) for _ in range(rollout_nodes)
+    ]
     settings = RaySettings(
         address=keys.ray_init.address,
         may_start=trainer.nnodes == 1 and not rollout_nodes,
@@ -100,6 +104,6 @@ def _nodes(
         cluster = RayCluster(settings, training + sampling, [Path.cwd(), Path(marker.name)], console.note).open()
     with cluster:
         nodes = RunNodes(cluster.nodes[: trainer.nnodes], cluster.nodes[trainer.nnodes :])
-        if gpus:  # before CUDA starts in this process
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(nodes.trainer[0].gpus)
+        if platform is not None:  # before it starts in this process
+            os.environ[platform.visible_devices] = ",".join(nodes.trainer[0].gpus)
         yield nodes

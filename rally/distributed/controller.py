@@ -34,6 +34,7 @@ from rally.distributed.process_group import (
 )
 from rally.models.sharding import M, Message
 from rally.nodes import LOCAL, Node, NodeError, NodeProcess
+from rally.platforms import PLATFORMS
 from rally.train.rank_messages import Shutdown
 from rally.types import LOST_EXIT_CODE, RallyError
 
@@ -204,7 +205,7 @@ class Controller:
         node = settings.node(rank)
         environment = {SECRET_VARIABLE: self._secret}
         if node.gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(node.gpus)
+            environment[PLATFORMS[settings.device].visible_devices] = ",".join(node.gpus)
         return node.launch(command, environment, settings.logs / f"rank-{rank}.log")
 
     @contextmanager

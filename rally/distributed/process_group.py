@@ -35,6 +35,7 @@ from transformers import PreTrainedModel
 from rally.distributed.message_encoding import decode, encode
 from rally.models import attention
 from rally.models.sharding import RANKS_ATTRIBUTE, M, Message
+from rally.platforms import PLATFORMS
 from rally.train.value_model import HEAD
 from rally.types import RallyError
 
@@ -94,14 +95,15 @@ class ProcessGroup:
     ) -> None:
         self.rank, self.world_size, self.device = rank, world_size, device
         interface = interface_of(rendezvous.address)
-        if device == "cuda":
-            torch.cuda.set_device(rendezvous.local_rank)
-            if interface is not None:  # NCCL reads it and opens ports at the first collective
-                os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+        self._platform = PLATFORMS.get(device)
+        if self._platform is not None:
+            self._platform.module.set_device(rendezvous.local_rank)
+            if interface is not None:  # the backend reads it and opens ports at the first collective
+                os.environ.setdefault(self._platform.socket_interface, interface)
         timeout = timedelta(seconds=seconds)
         with _gloo_on(interface):
             dist.init_process_group(
-                "nccl" if device == "cuda" else "gloo",
+                "gloo" if self._platform is None else self._platform.backend,
                 store=rendezvous.store(world_size) if store is None else store,
                 rank=rank,
                 world_size=world_size,
@@ -116,7 +118,7 @@ class ProcessGroup:
 
     def _check_members(self, secret: bytes, groups: Sequence[Any]) -> None:
         """Raise unless every member of the groups knows the secret, which exists since before they formed."""
-        everyone = groups if self.device == "cuda" else [None, *groups]  # None: all ranks, over gloo
+        everyone = [None, *groups] if self._platform is None else groups  # None: all ranks, over gloo
         for number, group in enumerate(everyone):
             proofs = [_proof(secret, number, rank) for rank in range(self.world_size)]
             gathered = [torch.zeros_like(proofs[0]) for _ in proofs]

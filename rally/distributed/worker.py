@@ -21,6 +21,7 @@ from rally.config import SftConfig
 from rally.distributed.controller import ready_key
 from rally.distributed.process_group import SECRET_VARIABLE, ProcessGroup, Rendezvous
 from rally.models.sharding import M, Message, model_state
+from rally.platforms import empty_cache
 from rally.runs import build
 from rally.runs.build.engines import logits_of
 from rally.runs.build.models import RunPlan
@@ -110,8 +111,7 @@ class Executor:
                     _execute_critic(self.critic, message)
                 case _:
                     self._execute_policy(message)
-        if self.policy.device.type == "cuda":
-            torch.cuda.empty_cache()  # servers may share this GPU
+        empty_cache(self.policy.device)  # servers may share this GPU
 
     def _execute_policy(self, message: Message) -> None:
         policy = self.policy

@@ -12,6 +12,7 @@ import torch
 from rally.doctor.check_context import DoctorCase, Finding, ReportText, Status
 from rally.engines.embedded.memory_plan import free_bytes, kv_bytes_per_token, step_bytes
 from rally.models.load import pick_dtype
+from rally.platforms import named_platform, platform_of
 from rally.runs import build
 from rally.runs.build.update_settings import total_steps_of
 from rally.runs.cost_estimate import (
@@ -135,14 +136,17 @@ def _duration(seconds: float) -> str:
 
 
 def _device(name: str) -> torch.device:
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+    platform = named_platform(name)
+    return torch.device(platform.device_type if name != "cpu" and platform.device_count() else "cpu")
 
 
 def this_machine(device: torch.device) -> Hardware:
     """The GPU of this machine by its name, or its CPU by a short measurement."""
     if device.type == "cpu":
         return Hardware("this machine's CPU", free_bytes(device), _cpu_flops(), _cpu_bandwidth())
-    properties = torch.cuda.get_device_properties(0)
+    platform = platform_of(device)
+    assert platform is not None
+    properties = platform.module.get_device_properties(0)
     known = next((gpu for gpu in reversed(GPUS) if re.search(rf"\b{gpu.name}\b", properties.name)), None)
     taken = known or GPUS[0]
     name = f"this machine's {properties.name}" + ("" if known else f", of unknown speed, estimated as {taken.name}")

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from rally.models.kernels.dispatch import kernels_for
+from rally.platforms import has_kernels
 
 NAME = "rally"
 MOST_ROWS = 64  # pairs per expert, on average, up to which our kernel is used
@@ -44,7 +45,7 @@ def supported(experts: Any, hidden_states: Tensor) -> bool:
     # weights that are stored transposed (gpt-oss) are read twice as fast by grouped products
     plain = not (experts._is_expert_parallel or experts.has_post_expert_norm or experts.is_transposed)
     half = hidden_states.dtype in (torch.bfloat16, torch.float16)
-    return plain and half and hidden_states.is_cuda and not torch.is_grad_enabled()
+    return plain and half and has_kernels(hidden_states.device) and not torch.is_grad_enabled()
 
 
 class Blocks(NamedTuple):

@@ -22,8 +22,9 @@ from transformers import PreTrainedModel
 
 from rally.models.attention import body_of, causal_of
 from rally.models.token_masks import TokenMasks
+from rally.platforms import has_kernels, on_accelerator
 
-MAX_LOGITS = {"cpu": 2**24, "cuda": 2**28}  # elements of one chunk: fits into a CPU's cache; keeps a GPU busy
+MAX_LOGITS = {"cpu": 2**24, "accelerator": 2**28}  # elements of one chunk: fits into a CPU's cache; keeps a GPU busy
 
 
 SCALE_ATTRIBUTE = "rally_head_scale"
@@ -134,7 +135,7 @@ def _head(head: nn.Module, hidden: Tensor, product: Product | None = None) -> Te
     """In float32 on a GPU: a bfloat16 logit of 20 is off by up to 0.06, and so would its log-probability be."""
     if product is not None and isinstance(head, nn.Linear):
         return product(hidden, head.weight, head.bias)
-    half = hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16)
+    half = has_kernels(hidden.device) and hidden.dtype in (torch.bfloat16, torch.float16)
     if half and isinstance(head, nn.Linear) and head.bias is None and not torch.is_grad_enabled():
         leading = hidden.shape[:-1]
         return torch.mm(hidden.flatten(0, -2), head.weight.t(), out_dtype=torch.float32).unflatten(0, leading)
@@ -143,7 +144,7 @@ def _head(head: nn.Module, hidden: Tensor, product: Product | None = None) -> Te
 
 def chunk_rows(vocabulary: int, device: torch.device) -> int:
     """The number of positions per chunk."""
-    return max(1, MAX_LOGITS["cuda" if device.type == "cuda" else "cpu"] // vocabulary)
+    return max(1, MAX_LOGITS["accelerator" if on_accelerator(device) else "cpu"] // vocabulary)
 
 
 def masks_of_chunks(masks: TokenMasks | None, positions: int, rows: int) -> list[TokenMasks | None]:
@@ -210,7 +211,7 @@ class _Known(NamedTuple):
 
 def _exact_product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b in float32. A GPU accumulates a bf16 product in float32, which is then not rounded."""
-    if a.is_cuda and a.dtype != torch.float32:
+    if has_kernels(a.device) and a.dtype != torch.float32:
         return torch.mm(a, b, out_dtype=torch.float32)
     return (a @ b).float()
 

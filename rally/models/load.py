@@ -6,7 +6,6 @@ Loaded models can be saved again, GGUF ones too. `option` is the name of the use
 from __future__ import annotations
 
 import json
-import re
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -30,6 +29,7 @@ from transformers import (
 from rally.hub import is_name, on_disk_alone, why_unreachable
 from rally.models.lora import is_adapter_folder
 from rally.models.vision_loading import auto_class, keep_processor_files
+from rally.platforms import PLATFORMS, named_platform, platform_of
 from rally.types import RallyError
 from rally.util import checksums
 from rally.util.checksums import weights_damage
@@ -54,15 +54,21 @@ class LoadError(RallyError):
 def pick_device(name: str = "auto", option: str = "trainer.device") -> torch.device:
     """The torch device for `name`; LoadError if it does not exist here."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name != "cpu" and not re.fullmatch(r"cuda(:\d+)?", name):
-        raise LoadError(f"{option}={name} is not a device; choose auto, cpu, cuda or one GPU such as cuda:1")
-    device, gpus = torch.device(name), torch.cuda.device_count()
-    if device.type == "cuda" and gpus == 0:
-        raise LoadError(f"{option}={name}, but torch finds no GPU; use {option}=cpu or leave it out")
-    if device.type == "cuda" and (device.index or 0) >= gpus:
-        raise LoadError(f"{option}={name}, but the last GPU that torch finds is cuda:{gpus - 1}; choose one up to that")
-    return device
+        platform = named_platform(name)
+        return torch.device(platform.device_type if platform.device_count() else "cpu")
+    kind, _, index = name.partition(":")
+    if name == "cpu":
+        return torch.device(name)
+    if kind not in PLATFORMS or not (index.isdecimal() or name == kind):
+        raise LoadError(f"{option}={name} is not a device; choose auto, cpu, cuda, npu or one GPU such as cuda:1")
+    platform = PLATFORMS[kind]
+    count = platform.device_count()
+    if count == 0:
+        raise LoadError(f"{option}={name}, but {platform.missing()}; use {option}=cpu or leave it out")
+    if int(index or 0) >= count:
+        last = f"{kind}:{count - 1}"
+        raise LoadError(f"{option}={name}, but the last GPU that torch finds is {last}; choose one up to that")
+    return torch.device(name)
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -71,8 +77,8 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
         dtype = getattr(torch, name)
         assert isinstance(dtype, torch.dtype)
         return dtype
-    fast = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    return torch.bfloat16 if fast else torch.float32
+    platform = platform_of(device)
+    return torch.bfloat16 if platform is not None and platform.supports_bfloat16() else torch.float32
 
 
 def load_model(

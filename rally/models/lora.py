@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 
 from rally.models.sharding import model_state, ranks_of
 from rally.models.vision import image_parts_of
+from rally.platforms import fork_rng
 from rally.types import RallyError
 
 NAME = "default"  # PEFT's name for the only adapter of a module
@@ -157,7 +158,7 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, base: str, save
     _check_names(model, settings)
     try:
         with (
-            torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []),
+            fork_rng(model.device),
             nullcontext() if folder and _has_old_names(Path(folder)) else _names_as_they_are(),
         ):
             torch.manual_seed(settings.seed)

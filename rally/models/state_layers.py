@@ -34,6 +34,7 @@ from transformers.activations import ACT2FN
 
 from rally.models.forward_variables import forward_variable
 from rally.models.kernels.dispatch import kernels_for
+from rally.platforms import from_host
 
 CHUNK = 64  # tokens that a scan combines by matrix products
 CHANNEL_CHUNK = 16  # the same where each channel has its own decay, which takes c * K numbers a token
@@ -170,7 +171,7 @@ class SegmentTree:
 
     def _placed(self, values: Any) -> Tensor:
         here = torch.from_numpy(np.ascontiguousarray(values))
-        return here.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else here
+        return from_host(here, self.device)
 
     def _conv_plan(self, width: int) -> ConvPlan:
         past = width - 1

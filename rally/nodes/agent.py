@@ -41,12 +41,13 @@ class NodeAgent:
         self._processes: list[ServerProcess] = []
         threading.Thread(target=_end_with, args=(os.getppid(),), name="rally-raylet", daemon=True).start()
 
-    def describe(self, needed: Sequence[str]) -> NodeDescription:
-        """What this node has. `needed` are paths that must exist; the first is the working directory."""
+    def describe(self, needed: Sequence[str], variable: str) -> NodeDescription:
+        """What this node has. `needed` are paths that must exist; the first is the working directory. `variable` lists
+        the GPUs that Ray has reserved."""
         missing = tuple(path for path in needed if not Path(path).exists())
         if self._folder not in missing:
             os.chdir(self._folder)
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        visible = os.environ.get(variable, "")
         return NodeDescription(platform.node(), tuple(filter(None, visible.split(","))), own_versions(), missing)
 
     def launch(self, command: Sequence[str], environment: Mapping[str, str], log: str) -> int:

@@ -52,7 +52,7 @@ class Node(Protocol):
 
     @property
     def gpus(self) -> tuple[str, ...]:
-        """The GPUs reserved for the run, as CUDA_VISIBLE_DEVICES names them."""
+        """The GPUs reserved for the run, as the variable of visible devices names them."""
         ...
 
     @property

@@ -20,6 +20,7 @@ from typing import Any
 
 from rally.nodes.agent import NodeAgent, NodeDescription, own_versions
 from rally.nodes.base import NodeError
+from rally.platforms import CUDA, Platform
 
 POLL_SECONDS = 0.5
 CALL_SECONDS = 60.0  # for an agent to answer a command
@@ -28,7 +29,7 @@ CONNECT_SECONDS = 10.0
 NOTE_SECONDS = 30.0
 NODE_LABEL = "ray.io/node-id"
 FORWARDED = ("PYTHONPATH", "OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM")
-FORWARDED_PREFIXES = ("HF_", "RALLY_", "TORCH_", "NCCL_", "GLOO_", "CUDA_LAUNCH")
+FORWARDED_PREFIXES = ("HF_", "RALLY_", "TORCH_", "NCCL_", "HCCL_", "GLOO_", "CUDA_LAUNCH")
 NOT_FORWARDED = ("TOKEN", "SECRET", "KEY")  # parts of names of credentials: Ray shows a runtime environment in its logs
 INSTALL = "several nodes need Ray; run: pip install 'rally-rl[ray]'"
 START = (
@@ -60,10 +61,11 @@ class NodeRequest:
     cpus: float
     gpus: int = 0
     here: bool = False
+    platform: Platform = CUDA
 
     @property
     def resources(self) -> dict[str, float]:
-        return {"CPU": self.cpus, **({"GPU": float(self.gpus)} if self.gpus else {})}
+        return {"CPU": self.cpus, **({self.platform.ray_resource: float(self.gpus)} if self.gpus else {})}
 
 
 class RayNode:
@@ -231,7 +233,9 @@ class RayCluster:
         python, folder = sys.executable, self.needed[0]
         for index, request in enumerate(self.requests):
             where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
-            remote = ray.remote(num_cpus=request.cpus, num_gpus=request.gpus, max_restarts=0)(NodeAgent)
+            amounts = {name: amount for name, amount in request.resources.items() if name not in ("CPU", "GPU")}
+            gpus = request.resources.get("GPU", 0.0)
+            remote = ray.remote(num_cpus=request.cpus, num_gpus=gpus, resources=amounts, max_restarts=0)(NodeAgent)
             options = remote.options(scheduling_strategy=where, runtime_env={"env_vars": _forwarded()})
             address = addresses[places[index]]
             self._actors.append(options.remote(address, folder, python))
@@ -240,7 +244,8 @@ class RayCluster:
             address = addresses[places[index]]
             try:
                 seconds = max(1.0, deadline - time.monotonic())
-                found: NodeDescription = ray.get(actor.describe.remote(list(self.needed)), timeout=seconds)
+                variable = self.requests[index].platform.visible_devices
+                found: NodeDescription = ray.get(actor.describe.remote(list(self.needed), variable), timeout=seconds)
             except ray.exceptions.RayError as problem:
                 raise NodeError(_loss(address, problem)) from None
             name = f"{found.hostname} ({address})" if found.hostname != address else address

@@ -17,6 +17,7 @@ from rally.engines import EmbeddedEngine
 from rally.loops import Job, Runner
 from rally.models.load import pick_device
 from rally.models.token_masks import Grammars
+from rally.platforms import has_kernels
 from rally.runs import build
 from rally.runs.build.rollout import runner_of
 from rally.runs.build.run_inputs import RunInputs
@@ -80,7 +81,7 @@ def version_of(checkpoint: Checkpoint | None) -> int:
 
 def batch_of_episode(episode: Episode, step: Sequence[Episode], config: Config) -> list[Episode]:
     """The episodes of its step that have to be sampled with it, in order."""
-    if pick_device(config.trainer.device).type == "cuda":
+    if has_kernels(pick_device(config.trainer.device)):
         mates = [e for e in step if "match" in e.task.row and e.task.row["match"] == episode.task.row.get("match")]
         return mates or [episode]  # the kernels are batch-invariant, but the seats of a match need each other
     return sorted(same_rollout(episode, step, config), key=place_of)

@@ -162,7 +162,7 @@ def activation_bytes(config: Config, model_config: PreTrainedConfig, width: int)
         inside = 6 * text.hidden_size + 2 * (qkv + text.num_attention_heads * head) + 4 * mlp_size(text)
     layer = tokens * inside * width
     seen = _images(config, model_config, tokens * config.prompt_length // history, width)
-    logits = 2 * 4 * min(MAX_LOGITS["cuda" if width < 4 else "cpu"], tokens * text.vocab_size)
+    logits = 2 * 4 * min(MAX_LOGITS["accelerator" if width < 4 else "cpu"], tokens * text.vocab_size)
     if not config.model.enable_gradient_checkpointing:
         kept = layers * layer + logits
     else:

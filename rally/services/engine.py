@@ -37,6 +37,7 @@ from rally.engines.embedded.engine import EmbeddedEngine
 from rally.engines.prometheus import CONTENT_TYPE, exposition
 from rally.engines.remote.server_api import generation_to_wire
 from rally.engines.remote.weight_deltas import DeltaError, StoredTensor, apply_in_place, read_delta, stored_tensors
+from rally.platforms import on_accelerator
 from rally.services.admission import Admission, Refused, SamplingAsk, Served, unless_gone
 from rally.services.http_server import ServeError, carries
 from rally.services.openai_api import OpenAI
@@ -111,7 +112,9 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 def _stored(weight: Tensor) -> StoredTensor:
     """A copy of a weight as bytes."""
     data = weight.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
-    return StoredTensor(NAMES[weight.dtype], tuple(weight.shape), data if weight.is_cuda else data.copy())
+    return StoredTensor(
+        NAMES[weight.dtype], tuple(weight.shape), data if on_accelerator(weight.device) else data.copy()
+    )
 
 
 def _tensor(stored: StoredTensor) -> Tensor:

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
-import torch
-
+from rally.platforms import named_platform
 from rally.track import RunFolder
 from rally.types import Episode
 
@@ -74,10 +73,11 @@ def memory_used() -> dict[str, float]:
     """Peak memory of the device, how often its allocator had to retry, and the machine's current use; values that are
     not available are left out."""
     used = _machine_memory()
-    if torch.cuda.is_available():
-        used["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / GIB
-        used["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / GIB
-        used["perf/memory_retries"] = torch.cuda.memory_stats().get("num_alloc_retries", 0)
+    platform = named_platform("auto")
+    if platform.device_count():
+        used["perf/max_memory_allocated_gb"] = platform.module.max_memory_allocated() / GIB
+        used["perf/max_memory_reserved_gb"] = platform.module.max_memory_reserved() / GIB
+        used["perf/memory_retries"] = platform.module.memory_stats().get("num_alloc_retries", 0)
     return used
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from rally.models.token_masks import TokenMasks, decompressed
 from rally.models.vision import rope_of
+from rally.platforms import from_host
 from rally.types import Image, ImageSpan, Routes, Segment
 
 KEYS_PER_TOKEN = 8  # bounds the copied keys too: many short responses to one long prompt have many keys
@@ -217,7 +218,7 @@ def pack(rows: Sequence[Row], device: torch.device) -> PackedRows:
     counts = [len(row.sampled) for row in rows]
 
     def tensor(values: np.ndarray) -> Tensor:
-        return placed(torch.from_numpy(values), device)
+        return from_host(torch.from_numpy(values), device)
 
     return PackedRows(
         ids_T=tensor(np.maximum(tree.ids, 0)),
@@ -262,12 +263,6 @@ def _masks_of_pairs(masks: Sequence[bytes], mask_U: Ints, device: torch.device) 
         return None
     rows = np.flatnonzero(mask_U)
     return TokenMasks.of(rows.tolist(), [masks[number - 1] for number in mask_U[rows]], device)
-
-
-def placed(here: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device from pinned memory, so that the next micro-batch is packed while the GPU computes this
-    one."""
-    return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here
 
 
 def _three_axes(rows: Sequence[Row], tree: _Tree) -> np.ndarray:

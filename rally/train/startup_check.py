@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 from rally.engines import EmbeddedEngine
 from rally.engines.base import Engine
 from rally.models.sharding import ranks_of
+from rally.platforms import fork_rng
 from rally.train.forward.fused_layers import TrainingForward, choose_training_forward, hidden_states
 from rally.train.forward.logprobs import token_logprobs
 from rally.train.loss_inputs import recorded_logprobs
@@ -297,7 +298,7 @@ def _tried(model: PreTrainedModel, rows: Sequence[Row], readout: Readout) -> Dif
         forward = "the training forward"
         model.train()
         watched = _watched(model)
-        with torch.set_grad_enabled(bool(watched)), torch.random.fork_rng(_devices(model)):
+        with torch.set_grad_enabled(bool(watched)), fork_rng(model.device):
             read_M = readout.packed(model, pack(rows, model.device))
             gradients = _gradients(read_M, watched)
     except torch.OutOfMemoryError:
@@ -423,7 +424,3 @@ def detached_plain(model: PreTrainedModel, rows: Sequence[Row], temperature: flo
 def _first_line(problem: Exception) -> str:
     text = str(problem).strip()
     return f"{type(problem).__name__}: {text.splitlines()[0]}" if text else type(problem).__name__
-
-
-def _devices(model: PreTrainedModel) -> list[int]:
-    return [model.device.index or 0] if model.device.type == "cuda" else []

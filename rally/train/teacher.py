@@ -36,10 +36,11 @@ from rally.engines.remote.prompt_logprobs import PromptLogprobsClient, PromptQue
 from rally.models.lm_head import chunk_rows, head_logits
 from rally.models.sharding import ranks_of
 from rally.models.vision import patches_of
+from rally.platforms import from_host
 from rally.train.batch import TrainBatch
 from rally.train.forward.fused_layers import hidden_states
 from rally.train.forward.logprobs import LogitsFunction, token_logprobs
-from rally.train.packing import PackedRows, Row, TeacherTokens, placed
+from rally.train.packing import PackedRows, Row, TeacherTokens
 from rally.train.reference import FrozenModel
 from rally.types import Episode, RallyError
 
@@ -239,10 +240,10 @@ class Teachers:
         answers = [row.teacher_tokens for row in rows if row.teacher_tokens is not None]
         assert len(answers) == len(rows), "the teacher has not been asked"
         device = packed.pair_M.device
-        logp_MK = placed(torch.from_numpy(np.concatenate([answer.logp_MK for answer in answers])), device)
+        logp_MK = from_host(torch.from_numpy(np.concatenate([answer.logp_MK for answer in answers])), device)
         if self.settings.mode != TOPK:
             return TeacherView(lambda logp_M: sampled_divergence(logp_M, logp_MK[:, 0], self.settings.mode))
-        ids_MK = placed(torch.from_numpy(np.concatenate([answer.ids_MK for answer in answers])), device)
+        ids_MK = from_host(torch.from_numpy(np.concatenate([answer.ids_MK for answer in answers])), device)
         count = len(packed.pair_M)
         numbers_M = torch.arange(count, device=device)
         first_U = torch.full_like(packed.predict_U, count).scatter_reduce(0, packed.pair_M, numbers_M, "amin")

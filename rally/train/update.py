@@ -21,6 +21,7 @@ from rally.algos.losses import Sampled, SurrogateSettings, policy_loss
 from rally.algos.off_policy_correction import CorrectionSettings
 from rally.models.routing import Routing, RoutingError, load_metrics, routers_of
 from rally.models.sharding import Ranks
+from rally.platforms import has_kernels
 from rally.track.timing import Timed, untimed
 from rally.train.batch import TrainBatch
 from rally.train.divergence import DivergedError, Tried
@@ -383,7 +384,7 @@ def _logprobs(
         routing=routing,
         of_logits=of_logits,
     )
-    if not (settings.deterministic and policy.device.type == "cuda"):
+    if not (settings.deterministic and has_kernels(policy.device)):
         return tokens
     exact_M = exact_logprobs(exact_decoder(policy.model), packed, settings.temperature)
     return tokens._replace(logp_M=with_value(tokens.logp_M, exact_M))

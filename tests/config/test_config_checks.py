@@ -310,12 +310,12 @@ def test_names_that_are_not_paths_are_not_checked(line: str) -> None:
     ],
 )
 def test_missing_gpus_are_reported(monkeypatch: pytest.MonkeyPatch, gpus: int, line: str, message: str) -> None:
-    monkeypatch.setattr("rally.config.checks.consistency.count_gpus", lambda: gpus)
+    monkeypatch.setattr("rally.config.checks.consistency.count_gpus", lambda _: gpus)
     assert message in error_text(line)
 
 
 def test_one_gpu_means_the_cpu_on_a_machine_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rally.config.checks.consistency.count_gpus", lambda: 0)
+    monkeypatch.setattr("rally.config.checks.consistency.count_gpus", lambda _: 0)
     assert load("trainer.n_gpus_per_node=1").trainer.device == "auto"
 
 

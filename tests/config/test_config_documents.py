@@ -127,7 +127,7 @@ def test_yaml_of_the_documents_loads_without_what_is_not_built(name: str, tmp_pa
 
 def test_the_command_line_of_the_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr("rally.config.checks.consistency.count_gpus", lambda: 8)
+    monkeypatch.setattr("rally.config.checks.consistency.count_gpus", lambda _: 8)
     (tmp_path / "data/gsm8k_tool").mkdir(parents=True)
     for name in ("train", "test"):
         (tmp_path / f"data/gsm8k_tool/{name}.parquet").touch()

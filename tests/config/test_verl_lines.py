@@ -77,7 +77,7 @@ def outcome(line: dict[str, Any], shared: Path, folder: Path, made: set[str]) ->
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(consistency, "count_gpus", lambda: 0)
+    monkeypatch.setattr(consistency, "count_gpus", lambda _: 0)
     monkeypatch.chdir(tmp_path)
     for name in ("train.parquet", "test.parquet"):
         (tmp_path / name).touch()

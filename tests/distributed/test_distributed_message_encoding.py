@@ -238,7 +238,7 @@ def test_what_several_gpus_take_is_taken() -> None:
 
 
 def test_a_policy_on_several_gpus_is_sampled_by_servers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rally.config.checks.consistency.count_gpus", lambda: 4)
+    monkeypatch.setattr("rally.config.checks.consistency.count_gpus", lambda _: 4)
     for words, name, servers in (
         (["trainer.n_gpus_per_node=4"], "rally", 4),
         (["trainer.n_gpus_per_node=4", f"{R}.data_parallel_size=2"], "rally", 2),

@@ -24,6 +24,7 @@ from rally.config.reward import CustomRewardFunction, RewardShaping
 from rally.config.schema import MANAGER, ROLLOUT, SPELLINGS, Config
 from rally.config.sft import MESSAGES, SFT_SPELLINGS, SftConfig
 from rally.config.trainer import RunConfig
+from rally.platforms import Platform, named_platform
 
 ACTOR = "actor_rollout_ref.actor"
 CURRICULUM_KEYS: dict[str | None, tuple[str, ...]] = {
@@ -401,22 +402,20 @@ def resume(config: Config | SftConfig) -> Iterator[str]:
 
 def devices(config: Config | SftConfig) -> Iterator[str]:
     trainer: RunConfig = config.trainer
-    if trainer.on_ray or (trainer.n_gpus_per_node == 1 and trainer.device != "cuda"):
+    if trainer.on_ray or (trainer.n_gpus_per_node == 1 and trainer.device in ("auto", "cpu")):
         return  # the cluster is asked when the run starts
-    gpus = count_gpus()
+    platform = named_platform(trainer.device)
+    gpus = count_gpus(platform)
     wanted = trainer.n_gpus_per_node
     if wanted > max(gpus, 1) and trainer.device != "cpu":
         problem = f"trainer.n_gpus_per_node={wanted} is more than the {gpus} GPUs of this machine"
         yield f"{problem}; set it to {max(gpus, 1)}."
-    if trainer.device == "cuda" and gpus == 0:
-        yield "trainer.device=cuda, but torch finds no GPU on this machine; set it to auto or cpu."
+    if trainer.device not in ("auto", "cpu") and gpus == 0:
+        yield f"trainer.device={trainer.device}, but {platform.missing()} on this machine; set it to auto or cpu."
 
 
-def count_gpus() -> int:
-    """The number of GPUs that torch finds. torch is imported here because loading a configuration must stay fast."""
-    import torch
-
-    return int(torch.cuda.device_count())
+def count_gpus(platform: Platform) -> int:
+    return platform.device_count()
 
 
 def _missing(config: Config | SftConfig, key: str) -> Iterator[str]:

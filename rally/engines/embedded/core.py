@@ -36,6 +36,7 @@ from rally.models.rope import decide_rope
 from rally.models.routing import routers_of
 from rally.models.token_masks import GrammarError, Grammars, GrammarState
 from rally.models.vision import ImageIds, ImageInputError, axes_of, check_images
+from rally.platforms import has_kernels
 from rally.types import FinishReason, ImageSpan, Routes, SamplingParams
 
 PATIENCE = 2  # steps for which a few new requests wait for others
@@ -92,7 +93,7 @@ class EngineCore:
             page_size=self.settings.page_size,
             dtype=model.dtype,
             device=model.device,
-            lend=self.settings.lend_memory and model.device.type == "cuda",
+            lend=self.settings.lend_memory and has_kernels(model.device),
             routes=self._routes(model),
         )
         self.states: StateStore | None = None
@@ -141,7 +142,7 @@ class EngineCore:
         return len(routers), routers[0].chosen
 
     def _paged(self, model: PreTrainedModel) -> bool:
-        settings, on_gpu = self.settings, model.device.type == "cuda"
+        settings, on_gpu = self.settings, has_kernels(model.device)
         half = model.dtype in (torch.bfloat16, torch.float16)
         if settings.backend == "paged" and on_gpu and not (half and has_triton()):
             raise EngineError(

@@ -34,6 +34,7 @@ from rally.engines.embedded.request_slots import Request, SampledTokens
 from rally.engines.embedded.sampler import NonFiniteLogits
 from rally.engines.embedded.settings import EngineSettings
 from rally.models.token_masks import Grammars, GrammarState
+from rally.platforms import on_accelerator
 from rally.types import Generation, ImageSpan, RallyError, SamplingParams
 
 SHORT_STEP = 0.03  # seconds; a shorter step competes with the agent loops for the interpreter
@@ -273,7 +274,7 @@ class EmbeddedEngine:
 
     def _is_fatal(self, problem: Exception) -> bool:
         """After most errors on a GPU, such as an illegal access, the process cannot use it any more."""
-        on_gpu = self.core.model.device.type == "cuda"
+        on_gpu = on_accelerator(self.core.model.device)
         return on_gpu and not isinstance(problem, (RallyError, torch.OutOfMemoryError))
 
     def _isolate(self, problem: Exception) -> None:

@@ -18,6 +18,7 @@ from rally.models.kv_layers import CachedParts
 from rally.models.routing import routers_of
 from rally.models.vision import patches_of
 from rally.models.vision_memory import vision_bytes
+from rally.platforms import memory_info, on_accelerator
 
 
 class MemoryPlan(NamedTuple):
@@ -39,7 +40,7 @@ def plan_memory(model: PreTrainedModel, settings: EngineSettings, parts: CachedP
     that, so that histories waiting for tools stay cached. A CPU uses at most twice what can run at once, because its
     memory is shared. `parts` are what the model stores; without them the configuration tells.
     Half of the memory at most is for states, a third of it for running requests."""
-    on_gpu = model.device.type == "cuda"
+    on_gpu = on_accelerator(model.device)
     needed = 2 * settings.max_num_seqs * settings.max_model_len
     nothing = parts is not None and not any(layer.numbers for layer in parts.layers)  # states alone
     wanted = sys.maxsize if on_gpu and not nothing else needed
@@ -107,9 +108,8 @@ def step_bytes(config: PreTrainedConfig, settings: EngineSettings, width: int, p
 
 
 def free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # memory in torch's cache is free as well
-        return torch.cuda.mem_get_info(device)[0]
+    if on_accelerator(device):
+        return memory_info(device)[0]
     with open("/proc/meminfo", encoding="ascii") as info:
         fields = dict(line.split(":", 1) for line in info)
     available = int(fields["MemAvailable"].split()[0]) * 1024

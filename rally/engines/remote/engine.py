@@ -20,8 +20,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-import torch
-
 from rally.engines.base import EngineError, UtilizationClock
 from rally.engines.remote.canary import CanaryError, Oracle, canary, probe
 from rally.engines.remote.client import HEALTH_SECONDS, ServerReplica
@@ -31,6 +29,7 @@ from rally.engines.remote.server_api import HttpCall, InFlight
 from rally.engines.remote.weight_updates import WeightTransport
 from rally.engines.router.router import Router
 from rally.engines.router.server_state import Duty, RouterSettings
+from rally.platforms import named_platform
 from rally.types import Generation, ImageSpan, SamplingParams
 from rally.util.subprocesses import POLL_SECONDS
 
@@ -160,7 +159,7 @@ class RemoteEngine:
             await self._stage_current()
             written = time.perf_counter()
             if self.settings.sleeps:
-                torch.cuda.empty_cache()  # servers need the memory that the update used
+                named_platform("auto").empty_cache()  # servers need the memory that the update used
             servers = list(self.servers)
             outcomes = await asyncio.gather(*(self._update(s) for s in servers), return_exceptions=True)
         await self._drop_failed(servers, outcomes)

@@ -6,7 +6,6 @@ For servers this includes GPU placement, launch options, the transport of weight
 from __future__ import annotations
 
 import functools
-import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -53,6 +52,7 @@ from rally.models.routing import routers_of
 from rally.models.sharding import model_state, ranks_of
 from rally.models.token_masks import Grammars
 from rally.nodes import LOCAL, THIS_MACHINE, Node, RunNodes
+from rally.platforms import CUDA, Platform, named_platform, on_accelerator, platform_of
 from rally.runs.build.rollout import engine_settings_of, lends_memory, sampling_of
 from rally.runs.build.run_inputs import RunInputs
 from rally.train.checkpoint.server_weight_files import WeightWriter
@@ -171,7 +171,7 @@ def own_servers_of(
 ) -> list[ServerReplica]:
     """rollout.data_parallel_size servers, each on its own GPUs if there are any. With a Ray cluster they are spread
     over the rollout nodes or, if there are none, over the trainer's nodes."""
-    rollout = config.rollout
+    rollout, platform = config.rollout, platform_of(model.device) or CUDA
     plan = launch_of(config, model, nodes)
     api = SERVER_APIS[rollout.server_kind]()
 
@@ -181,13 +181,15 @@ def own_servers_of(
             lambda folder, port: api.command(replace(plan, folder=folder, port=port, host=node.address)),
             config.run_dir.absolute() / "servers" / f"{rollout.server_kind}-{number}.log",
             port_start=rollout.port_start,
-            environment={**api.environment(plan.by_handles), **({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {})},
+            environment={**api.environment(plan.by_handles), **({platform.visible_devices: gpus} if gpus else {})},
             settings=client_settings_of(config, model, decode),
             node=node,
         )
 
     if nodes.all == [LOCAL]:
-        return [server(number, LOCAL, visible(place)) for number, place in enumerate(places_of(config, model))]
+        return [
+            server(number, LOCAL, visible(place, platform)) for number, place in enumerate(places_of(config, model))
+        ]
     count, each = rollout.data_parallel_size, rollout.tensor_model_parallel_size
     spread = node_placement(nodes.rollout or nodes.trainer, count, each, on_cpu=model.device.type == "cpu")
     return [server(number, node, gpus) for number, (node, gpus) in enumerate(spread)]
@@ -210,19 +212,20 @@ def node_placement(nodes: Sequence[Node], replicas: int, each: int, *, on_cpu: b
 
 def places_of(config: Config, model: PreTrainedModel) -> list[Place]:
     rollout, mine = config.rollout, own_gpus(model)
-    return placement(torch.cuda.device_count(), mine, rollout.data_parallel_size, rollout.tensor_model_parallel_size)
+    gpus = named_platform(config.trainer.device).device_count()
+    return placement(gpus, mine, rollout.data_parallel_size, rollout.tensor_model_parallel_size)
 
 
 def own_gpus(model: PreTrainedModel) -> range:
     """The GPUs of the trainer: each rank is on the GPU of its number."""
     first = model.device.index or 0
-    return range(first, first + ranks_of(model).world_size) if model.device.type == "cuda" else range(0)
+    return range(first, first + ranks_of(model).world_size) if on_accelerator(model.device) else range(0)
 
 
 def shares_gpu(config: Config, model: PreTrainedModel, nodes: RunNodes = THIS_MACHINE) -> bool:
     """Whether launched servers are on a GPU of the trainer."""
     if nodes.all != [LOCAL]:
-        return model.device.type == "cuda" and not nodes.rollout
+        return on_accelerator(model.device) and not nodes.rollout
     mine = own_gpus(model)
     return any(gpu in mine for place in places_of(config, model) for gpu in place)
 
@@ -260,10 +263,10 @@ def placement(gpus: int, mine: Collection[int], replicas: int, each: int) -> lis
     return [tuple(free[i * each : (i + 1) * each]) for i in range(replicas)]
 
 
-def visible(place: Place) -> str:
-    """CUDA_VISIBLE_DEVICES of a child process: the machine's names of the GPUs, not their indices in this process."""
-    names = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return ",".join(map(str, place) if names is None else (names.split(",")[gpu].strip() for gpu in place))
+def visible(place: Place, platform: Platform = CUDA) -> str:
+    """The visible devices of a child process: the machine's names of the GPUs, not their indices in this process."""
+    names = platform.visible(max(place, default=-1) + 1)
+    return ",".join(names[gpu] for gpu in place)
 
 
 def launch_of(config: Config, model: PreTrainedModel, nodes: RunNodes = THIS_MACHINE) -> Launch:

@@ -6,7 +6,6 @@ import sys
 from functools import partial
 from typing import Any
 
-import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from rally.config import Config
@@ -15,6 +14,7 @@ from rally.engines.base import EngineError
 from rally.engines.remote.launched_server import probe_package
 from rally.engines.remote.server_api import flags
 from rally.models.load import load_model, load_tokenizer, pick_device, pick_dtype
+from rally.platforms import named_platform
 from rally.rewards import JudgeAddress, RewardError
 from rally.rewards.judge_server import JudgeServer
 from rally.rewards.reward_model import ClassifierScorer, ClassifierSettings
@@ -69,11 +69,12 @@ def _environment(config: Config) -> dict[str, str]:
     """The judge's GPUs: those that the trainer leaves free, if there are any."""
     from rally.runs.build.engines import placement, visible  # which imports the rollout, and that this module
 
-    gpus, keys = torch.cuda.device_count(), config.reward_model.rollout
+    platform, keys = named_platform(config.trainer.device), config.reward_model.rollout
+    gpus = platform.device_count()
     if gpus == 0 or config.trainer.device == "cpu":
-        return {"CUDA_VISIBLE_DEVICES": ""}
+        return {platform.visible_devices: ""}
     [place] = placement(gpus, range(config.trainer.n_gpus_per_node), 1, keys.tensor_model_parallel_size)
-    return {"CUDA_VISIBLE_DEVICES": visible(place)}
+    return {platform.visible_devices: visible(place, platform)}
 
 
 def _require_package(python: str, name: str) -> None:

@@ -26,6 +26,7 @@ from rally.models.load import save_tokenizer
 from rally.models.lora import adapter_weights, has_adapters, merged_weights, plain_twin, save_adapters
 from rally.models.sharding import full_tensor, model_state, ranks_of
 from rally.models.vision_loading import processor_files
+from rally.platforms import on_accelerator, platform_of
 from rally.util.background_threads import started
 
 THREADS = 8
@@ -52,7 +53,7 @@ def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _by_pieces(tensor: Tensor) -> bool:
-    return tensor.device.type == "cuda" and tensor.is_contiguous()
+    return on_accelerator(tensor.device) and tensor.is_contiguous()
 
 
 def fill(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -83,9 +84,10 @@ _of_thread = threading.local()
 
 def staged(piece: Tensor) -> Tensor:
     """At most PIECE bytes in main memory, valid for this thread until its next call."""
-    if piece.device.type == "cpu":
+    platform = platform_of(piece.device)
+    if platform is None:
         return piece
-    with torch.cuda.device(piece.device):  # a new thread would use the first GPU
+    with platform.module.device(piece.device):  # a new thread would use the first GPU
         if not hasattr(_of_thread, "pinned"):
             _of_thread.pinned = torch.empty(PIECE, dtype=torch.uint8, pin_memory=True)
         pinned: Tensor = _of_thread.pinned

@@ -43,7 +43,8 @@ from rally.models.routing import over_tokens
 from rally.models.sharding import ranks_of
 from rally.models.state_layers import BranchContext, holds_state
 from rally.models.vision import SeenImages, image_features
-from rally.train.packing import PackedImages, PackedRows, placed
+from rally.platforms import CUDA, from_host, has_kernels
+from rally.train.packing import PackedImages, PackedRows
 
 # since torch 2.12 the kernel needs this flag for fewer key/value heads than query heads
 GROUPED_HEADS: dict[str, Any] = (
@@ -121,16 +122,16 @@ class PackedAttention(BranchContext):
 def fits_one_call(q_THD: Tensor) -> bool:
     """Whether torch's variable-length flash attention supports these tensors."""
     return (
-        q_THD.is_cuda
+        has_kernels(q_THD.device)
         and q_THD.dtype in (torch.bfloat16, torch.float16)
         and q_THD.shape[-1] % 8 == 0
         and q_THD.shape[-1] <= 256
-        and torch.cuda.get_device_capability(q_THD.device) >= (8, 0)
+        and CUDA.module.get_device_capability(q_THD.device) >= (8, 0)
     )
 
 
 def _ends(lengths: Sequence[int], device: torch.device) -> Tensor:
-    return placed(torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32), device)
+    return from_host(torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32), device)
 
 
 class _History(torch.autograd.Function):

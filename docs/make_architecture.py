@@ -48,6 +48,7 @@ ABOUT = {
     "images": "image inputs",
     "nodes": "this machine, Ray nodes",
     "importing": "user modules",
+    "platforms": "kinds of accelerators",
     "hub": "the model hub",
     "redact": "secrets",
     "util": "locks, files, processes",

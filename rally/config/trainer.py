@@ -50,7 +50,8 @@ class RunConfig(Section):
     """Where metrics go, one or several: the console, metrics.jsonl in the run folder (file), or a tracker
     (docs/tracking.md)."""
     device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
-    """auto takes a GPU if there is one, else the CPU."""
+    """auto takes a GPU or an NPU if there is one, else the CPU. npu is Ascend through torch_npu
+    (docs/accelerators.md)."""
     seed: Int = 0
     """The seed of everything random that has no seed key of its own."""
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"

@@ -134,7 +134,7 @@ def load_model(
         )
     if "gguf_file" in source:
         model = _without_quantization(model)
-    model = _copied_from_file(model.to(device)).eval()
+    model = _copied_from_file(_moved(model, device)).eval()
     assert isinstance(model, PreTrainedModel)
     turn_off_dropout(model)
     keep_processor_files(model, Path(where))
@@ -156,6 +156,19 @@ def turn_off_dropout(model: nn.Module) -> None:
 
 def _evaluate(module: nn.Module, args: Any) -> None:
     module.training = False
+
+
+def _moved(model: Any, device: torch.device) -> Any:
+    """The module on a device. Some devices have tensors of a class of their own: torch then makes a new parameter for
+    each name, and tied weights would be trained apart."""
+    first: dict[int, str] = {}
+    tied = [(name, first.setdefault(id(p), name)) for name, p in model.named_parameters(remove_duplicate=False)]
+    model.to(device)
+    for name, known in tied:
+        if name != known and model.get_parameter(name) is not model.get_parameter(known):
+            owner, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(owner), attribute, model.get_parameter(known))
+    return model
 
 
 def _copied_from_file(model: Any) -> Any:

@@ -402,6 +402,8 @@ def resume(config: Config | SftConfig) -> Iterator[str]:
 
 def devices(config: Config | SftConfig) -> Iterator[str]:
     trainer: RunConfig = config.trainer
+    if trainer.device == "npu" and isinstance(config, Config) and config.rollout.server_kind == "sglang":
+        yield "rollout.name=sglang is not set up for trainer.device=npu; use vllm with vllm-ascend, or leave it out."
     if trainer.on_ray or (trainer.n_gpus_per_node == 1 and trainer.device in ("auto", "cpu")):
         return  # the cluster is asked when the run starts
     platform = named_platform(trainer.device)

@@ -36,7 +36,7 @@ from rally.models.rope import decide_rope
 from rally.models.routing import routers_of
 from rally.models.token_masks import GrammarError, Grammars, GrammarState
 from rally.models.vision import ImageIds, ImageInputError, axes_of, check_images
-from rally.platforms import has_kernels
+from rally.platforms import has_kernels, on_accelerator
 from rally.types import FinishReason, ImageSpan, Routes, SamplingParams
 
 PATIENCE = 2  # steps for which a few new requests wait for others
@@ -150,10 +150,10 @@ class EngineCore:
                 "rollout.attention_backend=gather"
             )
         paged = settings.backend == "paged" or (settings.backend == "auto" and on_gpu and half and has_triton())
-        if settings.deterministic and on_gpu and not paged:
+        if settings.deterministic and on_accelerator(model.device) and not paged:
             raise EngineError(
-                "deterministic rollout on a GPU needs the paged kernels: Triton, and model.dtype=bfloat16; or set "
-                "rollout.deterministic=false"
+                "deterministic rollout on a GPU needs the paged kernels: CUDA, Triton, and model.dtype=bfloat16; or "
+                "set rollout.deterministic=false"
             )
         return paged
 

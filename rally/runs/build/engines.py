@@ -52,7 +52,7 @@ from rally.models.routing import routers_of
 from rally.models.sharding import model_state, ranks_of
 from rally.models.token_masks import Grammars
 from rally.nodes import LOCAL, THIS_MACHINE, Node, RunNodes
-from rally.platforms import CUDA, Platform, named_platform, on_accelerator, platform_of
+from rally.platforms import CUDA, Platform, has_kernels, named_platform, on_accelerator, platform_of
 from rally.runs.build.rollout import engine_settings_of, lends_memory, sampling_of
 from rally.runs.build.run_inputs import RunInputs
 from rally.train.checkpoint.server_weight_files import WeightWriter
@@ -122,9 +122,9 @@ def router_settings_of(config: Config) -> RouterSettings:
 def transport_of(config: Config, model: PreTrainedModel, nodes: RunNodes = THIS_MACHINE) -> WeightTransport:
     """How weights reach the servers (rollout.checkpoint_engine.backend)."""
     ipc = uses_cuda_ipc(config, model, nodes)
-    if ipc and not shares_one_gpu(config, model, nodes):
+    if ipc and not (has_kernels(model.device) and shares_one_gpu(config, model, nodes)):
         raise EngineError(
-            "rollout.checkpoint_engine.backend=ipc needs one server on one GPU, the trainer's; leave it out here"
+            "rollout.checkpoint_engine.backend=ipc needs one server on one CUDA GPU, the trainer's; leave it out here"
         )
     folder = weights_folder_of(config, model, nodes)
     remove_stale_folders(folder)
@@ -144,6 +144,7 @@ def uses_cuda_ipc(config: Config, model: PreTrainedModel, nodes: RunNodes = THIS
     only if asked to: it would have to be started in a way that lets any client of its port run code in it."""
     rollout = config.rollout
     able = rollout.server_kind == "sglang" and rollout.mode != "server" and not has_adapters(model)
+    able = able and has_kernels(model.device)
     backend = rollout.checkpoint_engine.backend
     return backend == "ipc" or (backend == "naive" and able and shares_one_gpu(config, model, nodes))
 

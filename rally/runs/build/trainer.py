@@ -16,6 +16,7 @@ from rally.models.lora import unadapted_experts
 from rally.models.sharding import ALONE, Ranks
 from rally.models.untrained_tokens import KEY, chat_ids, warn_of_untrained_tokens
 from rally.nodes import THIS_MACHINE, RunNodes
+from rally.platforms import platform_of
 from rally.runs.build.data import sampler_of
 from rally.runs.build.engines import engine_of, samples_during_update
 from rally.runs.build.models import RunPlan
@@ -32,6 +33,11 @@ from rally.train.health_checks import watched
 from rally.train.reference import FrozenModel
 from rally.train.startup_check import NO_TEXT, check_critic, check_frozen, check_training, compared_rows
 from rally.train.trainer import Trainer
+
+PLAIN_TORCH = (
+    "attention and layers are plain torch; there are no fused layers, no graphs and no lending of memory, and no such "
+    "device has run this version of Rally"
+)
 
 
 def trainer_of(
@@ -55,6 +61,8 @@ def trainer_of(
     policy = policy_of(config, checkpoint, steps, ranks)
     if steps and (unadapted := unadapted_experts(policy.model)):
         console.note(unadapted)
+    if (platform := platform_of(policy.device)) and not platform.kernels:
+        console.note(f"{platform.device_type}: {PLAIN_TORCH}")
     used = chat_ids(inputs.codec)
     check_vocabulary(policy.model, inputs.tokenizer, used)
     if steps and (problem := reloading_problem(inputs.tokenizer, policy.model.config)):

@@ -89,7 +89,7 @@ def staged(piece: Tensor) -> Tensor:
         return piece
     with platform.module.device(piece.device):  # a new thread would use the first GPU
         if not hasattr(_of_thread, "pinned"):
-            _of_thread.pinned = torch.empty(PIECE, dtype=torch.uint8, pin_memory=True)
+            _of_thread.pinned = torch.empty(PIECE, dtype=torch.uint8).pin_memory()
         pinned: Tensor = _of_thread.pinned
         return pinned[: len(piece)].copy_(piece)
 

@@ -1,0 +1,271 @@
+"""Whole GRPO steps on one device: Rally against TRL with colocated vLLM and against verl, in one run.
+
+    python -m benchmarks.grpo_gpu WORK --tokenizer FOLDER [--peer trl=PYTHON] [--peer verl=PYTHON] [--task single,tools]
+
+`single`: 128 prompts x 8 answers of 204 + 256 tokens by random weights of the shape of Qwen2.5-1.5B, one optimizer
+step. No token ends an answer early, so every system does the same work. `tools`: the calculator and the rows of --rows
+(a parquet file of `rally data gsm8k`); it needs --model, because random weights call no tool. Each system runs in a
+process of its own, one after the other, and its first step is left out. Prints a line of JSON for each step, with its
+phases, and a table. --tiny tries everything on a small shape, on a CPU too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+WORDS = "the river counts seven apples when a train leaves at noon and returns with nine more boxes of tea than it had"
+REWARD = '''
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+    """Any number that differs between the answers of a group."""
+    return (sum(map(ord, solution_str)) % 97) / 97
+'''
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """The work of a step, and where its files are."""
+
+    folder: Path
+    task: str
+    model: Path
+    rows: Path
+    prompts: int = 128
+    answers: int = 8
+    prompt_tokens: int = 256
+    response_tokens: int = 256
+    steps: int = 6
+    on_cpu: bool = False
+
+    @property
+    def episodes(self) -> int:
+        return self.prompts * self.answers
+
+
+class Step(NamedTuple):
+    """Seconds of one step; `tokens` is the mean length of what was sampled."""
+
+    system: str
+    task: str
+    number: int
+    total: float
+    rollout: float
+    update: float
+    tokens: float
+
+
+def make_work(folder: Path, tokenizer: str, *, tiny: bool, prompts: int) -> None:
+    """Write random weights, rows and the reward function."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    import torch
+    from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+
+    known = AutoTokenizer.from_pretrained(tokenizer)
+    sizes = (64, 128, 2, 4) if tiny else (1536, 8960, 28, 12)
+    config = Qwen2Config(
+        **dict(
+            zip(("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"), sizes, strict=True)
+        ),
+        vocab_size=151_936,
+        num_key_value_heads=2,
+        max_position_embeddings=32_768,
+        rope_theta=1e6,
+        tie_word_embeddings=True,
+        eos_token_id=known.eos_token_id,
+        pad_token_id=known.pad_token_id,
+    )
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder / "model")
+    known.save_pretrained(folder / "model")
+    rng, words = random.Random(0), WORDS.split()
+    texts = [" ".join(rng.choice(words) for _ in range(175)) for _ in range(prompts * 8)]
+    rows = [
+        {
+            "data_source": "bench",
+            "prompt": [{"role": "user", "content": text}],
+            "reward_model": {"style": "rule", "ground_truth": "1"},
+            "extra_info": {"index": index},
+        }
+        for index, text in enumerate(texts)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), folder / "rows.parquet")
+    (folder / "reward.py").write_text(REWARD, encoding="utf-8")
+
+
+def shared_keys(work: Work) -> list[str]:
+    """Keys that Rally and verl read alike."""
+    actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+    return [
+        "algorithm.adv_estimator=grpo",
+        f"data.train_files={work.rows}",
+        f"data.train_batch_size={work.prompts}",
+        f"data.max_prompt_length={work.prompt_tokens}",
+        f"data.max_response_length={work.response_tokens}",
+        f"actor_rollout_ref.model.path={work.model}",
+        "actor_rollout_ref.model.enable_gradient_checkpointing=false",
+        f"{actor}.ppo_mini_batch_size={work.prompts}",
+        f"{actor}.optim.lr=1e-6",
+        f"{actor}.use_kl_loss=false",
+        f"{rollout}.n={work.answers}",
+        f"{rollout}.temperature=1.0",
+        f"trainer.total_training_steps={work.steps}",
+        "trainer.val_before_train=false",
+        "trainer.save_freq=-1",
+        "trainer.test_freq=-1",
+        "trainer.n_gpus_per_node=1",
+    ]
+
+
+def rally_steps(work: Work, python: str) -> Iterator[Step]:
+    run = work.folder / f"rally-{work.task}"
+    keys = [*shared_keys(work), f"trainer.default_local_dir={run}", "trainer.resume_mode=auto"]
+    if work.task == "single":
+        keys.append(f"custom_reward_function.path={work.folder / 'reward.py'}")
+    else:
+        keys.append("actor_rollout_ref.rollout.agent_loop_config.tools=[calculator]")
+    _run([python, "-m", "rally.cli", "train", *keys], work.folder / f"rally-{work.task}.log")
+    for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        if "timing_s/step" in row:
+            seconds = (row["timing_s/step"], row["timing_s/gen"], row["timing_s/update_actor"])
+            yield Step("Rally", work.task, int(row["step"]), *seconds, row["sampled_tokens/mean"])
+
+
+def trl_steps(work: Work, python: str) -> Iterator[Step]:
+    plain = {name: str(value) if isinstance(value, Path) else value for name, value in vars(work).items()}
+    command = [python, "-m", "benchmarks.grpo_gpu_trl", json.dumps(plain)]
+    for line in _run(command, work.folder / f"trl-{work.task}.log").splitlines():
+        if line.startswith("STEP "):
+            yield Step("TRL + vLLM" if not work.on_cpu else "TRL", work.task, *json.loads(line.removeprefix("STEP ")))
+
+
+def verl_steps(work: Work, python: str) -> Iterator[Step]:
+    """verl with FSDP and colocated vLLM, weights and AdamW in bf16 as its fastest setting."""
+    if work.task != "single":
+        raise SystemExit("verl is measured on the task single only; its tool loop needs a tool file of its own")
+    actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+    keys = [
+        *shared_keys(work),
+        f"data.val_files={work.rows}",
+        f"reward.custom_reward_function.path={work.folder / 'reward.py'}",
+        "algorithm.rollout_correction.bypass_mode=true",
+        "actor_rollout_ref.model.use_remove_padding=true",
+        f"{actor}.fsdp_config.model_dtype=bf16",
+        f"{actor}.fsdp_config.reshard_after_forward=false",
+        f"{actor}.use_dynamic_bsz=true",
+        f"{actor}.ppo_max_token_len_per_gpu=16384",
+        f"{rollout}.name=vllm",
+        f"{rollout}.tensor_model_parallel_size=1",
+        f"{rollout}.gpu_memory_utilization=0.4",
+        f"{rollout}.max_num_seqs=1024",
+        f"{rollout}.max_num_batched_tokens=16384",
+        "trainer.nnodes=1",
+        "trainer.logger=[console]",
+        f"trainer.default_local_dir={work.folder / 'verl'}",
+    ]
+    text = _run([python, "-m", "verl.trainer.main_ppo", *keys], work.folder / "verl-single.log")
+    for line in text.splitlines():
+        numbers = dict(re.findall(r"(training/global_step|timing_s/\w+|response_length/mean):([0-9.e+-]+)", line))
+        if "timing_s/step" in numbers:
+            names = ("timing_s/step", "timing_s/gen", "timing_s/update_actor", "response_length/mean")
+            total, rollout_seconds, update, tokens = (float(numbers[name]) for name in names)
+            yield Step(
+                "verl + vLLM", work.task, int(numbers["training/global_step"]), total, rollout_seconds, update, tokens
+            )
+
+
+SYSTEMS: dict[str, Callable[[Work, str], Iterator[Step]]] = {"rally": rally_steps, "trl": trl_steps, "verl": verl_steps}
+
+
+def _run(command: list[str], log: Path) -> str:
+    """The output of a process, which is also in a file. One that fails ends the benchmark with its last lines."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    with log.open("wb") as file:
+        code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment, check=False).returncode
+    text = log.read_text(encoding="utf-8", errors="replace")
+    if code:
+        raise SystemExit(
+            f"{' '.join(command[:4])} failed ({code}); {log} ends with:\n" + "\n".join(text.splitlines()[-15:])
+        )
+    return text
+
+
+def table(steps: list[Step], work: Work) -> Table:
+    made = Table(title=f"seconds of a GRPO step, median of the steps after the first; {work.episodes} episodes")
+    for name in ("task", "system", "step", "rollout", "update", "samples/s", "sampled tokens", "Rally is faster by"):
+        made.add_column(name)
+    medians = {}
+    for key in dict.fromkeys((step.task, step.system) for step in steps):
+        rows = [step for step in steps if (step.task, step.system) == key and step.number > 1]
+        medians[key] = [statistics.median(column) for column in zip(*(row[3:] for row in rows), strict=True)]
+    for (task, system), (total, rollout, update, tokens) in medians.items():
+        ratio = total / medians[task, "Rally"][0]
+        cells = (f"{total:.2f}", f"{rollout:.2f}", f"{update:.2f}", f"{work.episodes / total:.1f}", f"{tokens:.0f}")
+        made.add_row(task, system, *cells, "" if system == "Rally" else f"{ratio:.2f}")
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--tokenizer", required=True, help="a folder with the tokenizer of Qwen2.5")
+    parser.add_argument("--task", default="single", help="single, tools, or both with a comma")
+    parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON", help="trl=... or verl=...")
+    parser.add_argument("--model", type=Path, help="a real model, for the task tools")
+    parser.add_argument("--rows", type=Path, help="rows for the task tools")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--tiny", action="store_true")
+    given = parser.parse_args()
+    import torch
+
+    on_cpu = not torch.cuda.is_available()
+    prompts, tokens = (4, 16) if given.tiny else (128, 256)
+    folder = given.work.absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "reward.py").exists():
+        make_work(folder, given.tokenizer, tiny=given.tiny, prompts=prompts)
+    systems = [("rally", sys.executable), *(tuple(peer.split("=", 1)) for peer in given.peer)]
+    steps: list[Step] = []
+    for task in given.task.split(","):
+        tools = task == "tools"
+        if tools and not (given.model and given.rows):
+            parser.error("the task tools needs --model and --rows")
+        sizes: dict[str, Any] = {"prompt_tokens": 1024, "response_tokens": 16 if given.tiny else 1024} if tools else {}
+        work = Work(
+            folder=folder,
+            task=task,
+            model=given.model.absolute() if tools else folder / "model",
+            rows=given.rows.absolute() if tools else folder / "rows.parquet",
+            prompts=prompts,
+            answers=4 if given.tiny else 8,
+            steps=given.steps,
+            on_cpu=on_cpu,
+            **{"response_tokens": tokens, **sizes},
+        )
+        for name, python in systems:
+            for step in SYSTEMS[name](work, python):
+                print(json.dumps(step._asdict()), flush=True)
+                steps.append(step)
+    device = "CPU" if on_cpu else torch.cuda.get_device_name(0)
+    Console(width=140).print(
+        table(steps, work), f"{device}; torch {torch.__version__}, transformers {version('transformers')}"
+    )
+
+
+if __name__ == "__main__":
+    main()

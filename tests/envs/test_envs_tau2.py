@@ -1,4 +1,5 @@
-"""tau2-bench by its interface: a stand-in with the methods of AgentGymEnv. The package itself is not run here."""
+"""tau2-bench by its interface: a stand-in with the methods of AgentGymEnv. The package itself is not run here
+(docs/environments.md says when it was)."""
 
 import json
 import sys
@@ -12,6 +13,8 @@ from rally.envs import EnvError, EnvTurn
 from rally.envs.registry import find_environment
 from rally.types import ToolCall
 
+TASKS = (types.SimpleNamespace(id="t1", ticket="Ticket of t1"), types.SimpleNamespace(id="t2", ticket=None))
+
 
 class StandIn:
     """Creates a task by a call, then the user says goodbye."""
@@ -19,9 +22,12 @@ class StandIn:
     def __init__(self, domain: str, task_id: str, solo_mode: bool = False, user_llm: str | None = None) -> None:
         self.task, self.made = task_id, False
 
+    opening = "user: make {}"
+
     def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
         schema = {"type": "function", "function": {"name": "create_task", "parameters": {"type": "object"}}}
-        return f"user: make {self.task}", {"tools": [types.SimpleNamespace(openai_schema=schema)], "policy": "Be kind."}
+        tools, task = [types.SimpleNamespace(openai_schema=schema)], next(t for t in TASKS if t.id == self.task)
+        return self.opening.format(self.task), {"tools": tools, "policy": "Be kind.", "task": task}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         if action.startswith("{"):
@@ -35,8 +41,11 @@ class StandIn:
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     gym: Any = types.ModuleType("tau2.gym.gym_agent")
     gym.AgentGymEnv = StandIn
-    for name, module in (("tau2", types.ModuleType("tau2")), ("tau2.gym", types.ModuleType("tau2.gym"))):
-        monkeypatch.setitem(sys.modules, name, module)
+    helpers: Any = types.ModuleType("tau2.runner.helpers")
+    helpers.load_tasks = lambda domain: TASKS
+    for name in ("tau2", "tau2.gym", "tau2.runner"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, "tau2.runner.helpers", helpers)
     monkeypatch.setitem(sys.modules, "tau2.gym.gym_agent", gym)
     yield
     sys.modules.pop("rally.envs.adapters.tau2", None)
@@ -58,8 +67,17 @@ def test_calls_and_texts_are_actions_and_the_reward_comes_at_the_end() -> None:
         env.close()
 
 
-def test_a_user_model_and_tasks_are_required() -> None:
+def test_a_user_model_is_required() -> None:
     with pytest.raises(EnvError, match=r"set env\.args\.user_llm"):
         find_environment("tau2/mock")(task_ids=["t1"])
-    with pytest.raises(EnvError, match=r"set env\.args\.task_ids"):
-        find_environment("tau2/mock")(solo_mode=True)
+
+
+def test_alone_the_policy_gets_the_tickets_of_the_domain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then there is no user, and the package shows no observation at first."""
+    env = find_environment("tau2/mock")(solo_mode=True)
+    assert env.tasks() == [{"task": "t1"}], "the other task has no ticket"
+    monkeypatch.setattr(StandIn, "opening", "")
+    messages, _ = env.reset({"task": "t1"}, 0)  # type: ignore[misc]
+    assert messages[-1]["content"] == "Ticket of t1"  # type: ignore[index]
+    with pytest.raises(EnvError, match="no ticket to solve alone"):
+        env.reset({"task": "t2"}, 0)

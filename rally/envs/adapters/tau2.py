@@ -1,8 +1,9 @@
 """The adapter `tau2/<domain>`: tau2-bench by the interface of its `AgentGymEnv`. The policy is the agent.
 
 The package is installed from its repository (github.com/sierra-research/tau2-bench); `tau2` on PyPI is something else.
-It needs Python 3.12, so it usually runs with `env.python`. The tasks are the row numbers in `task_ids`. The simulated
-user is a model of its own (`user_llm`, `user_llm_args`), never the policy; `solo_mode` needs none.
+It needs Python 3.12, so it usually runs with `env.python`. The tasks are those in `task_ids`, or all of the
+domain. The simulated user is a model of its own (`user_llm`, `user_llm_args`), never the policy; `solo_mode` needs none,
+and its tasks are tickets.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tau2.gym.gym_agent import AgentGymEnv
+from tau2.runner.helpers import load_tasks
 
 from rally.envs.base import EnvError, Environment, EnvTurn, tool_reply
 from rally.types import Message, ToolCall
@@ -23,11 +25,13 @@ def names() -> list[str]:
 
 def make(name: str, task_ids: Sequence[str] = (), **args: Any) -> Environment:
     """The environment of a domain. `args` are those of AgentGymEnv."""
-    if not task_ids:
-        raise EnvError("tau2 needs the ids of its tasks; set env.args.task_ids=[...]")
     if not args.get("solo_mode") and not args.get("user_llm"):
         raise EnvError("tau2 needs a model for its simulated user; set env.args.user_llm, or env.args.solo_mode=true")
-    return Tau2Task(name, [str(task) for task in task_ids], args)
+    alone = bool(args.get("solo_mode"))
+    known = [str(task) for task in task_ids] or [task.id for task in load_tasks(name) if task.ticket or not alone]
+    if not known:
+        raise EnvError(f"no task of tau2/{name} has a ticket to solve alone; leave env.args.solo_mode out")
+    return Tau2Task(name, known, args)
 
 
 class Tau2Task(Environment):
@@ -44,7 +48,10 @@ class Tau2Task(Environment):
         self.env = AgentGymEnv(domain=self.domain, task_id=row["task"], **self.args)
         observation, info = self.env.reset(seed=seed)
         policy: Message = {"role": "system", "content": str(info.get("policy", ""))}
-        opening: Message = {"role": "user", "content": str(observation) or "Begin."}
+        text = str(observation or getattr(info.get("task"), "ticket", None) or "")  # without a user, the ticket asks
+        if not text:
+            raise EnvError(f"the task {row['task']} of tau2/{self.domain} has no ticket to solve alone; leave it out")
+        opening: Message = {"role": "user", "content": text}
         return [policy, opening] if policy["content"] else [opening], [_schema(tool) for tool in info.get("tools", ())]
 
     def step(self, turn: EnvTurn) -> tuple[list[Message], float | None, bool, dict[str, Any]]:

@@ -1,9 +1,9 @@
 """The adapter `tau2/<domain>`: tau2-bench by the interface of its `AgentGymEnv`. The policy is the agent.
 
 The package is installed from its repository (github.com/sierra-research/tau2-bench); `tau2` on PyPI is something else.
-It needs Python 3.12, so it usually runs with `env.python`. The tasks are those in `task_ids`, or all of the
-domain. The simulated user is a model of its own (`user_llm`, `user_llm_args`), never the policy; `solo_mode` needs none,
-and its tasks are tickets.
+It needs Python 3.12, so it usually runs with `env.python`. The tasks are those in `task_ids`, or all of the domain. The
+simulated user is a model of its own (`user_llm`, `user_llm_args`), never the policy. `solo_mode` needs none, and its
+tasks are tickets.
 """
 
 from __future__ import annotations

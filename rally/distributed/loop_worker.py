@@ -1,16 +1,20 @@
 """A loop worker: builds tools, loops and rewards from the run's configuration, and plays the jobs that it is sent.
 
 `rally.train.rollout.loop_workers` starts it: python -m rally.distributed.loop_worker HOST:PORT NUMBER. It asks the
-rollout servers itself. It ends when its connection to the controller ends.
+rollout servers itself. It ends when its connection to the controller ends. A thread sends heartbeats over a connection
+of its own, with the time for which the event loop has been blocked: code that does not await is slow, but no failure.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +33,9 @@ from rally.track.run_folder.episode_json import Json, episode_to_json, task_from
 from rally.train.rollout.loop_workers import TOKEN_VARIABLE
 from rally.train.rollout.rollout import Rollout
 from rally.types import Episode, Generation, ImageSpan, RallyError, SamplingParams
-from rally.util.frames import FrameError, read_frame, write_frame
+from rally.util.frames import FrameError, frame, read_frame, write_frame
+
+HEARTBEAT_SECONDS = 0.5
 
 
 class ServerList:
@@ -170,9 +176,37 @@ class LoopWorker:
         return await self._rollout.score(episode) if self._scores else episode
 
 
+class Heartbeat:
+    """Sends heartbeats from a daemon thread while the process runs. `started` must be called in the event loop."""
+
+    def __init__(self, host: str, port: int, hello: Json) -> None:
+        self._address, self._hello = (host, port), {**hello, "heartbeat": True}
+        self._ticked = time.monotonic()
+
+    def started(self) -> Heartbeat:
+        self._tick(asyncio.get_running_loop())
+        threading.Thread(target=self._send, name="rally-heartbeat", daemon=True).start()
+        return self
+
+    def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._ticked = time.monotonic()
+        loop.call_later(HEARTBEAT_SECONDS, self._tick, loop)
+
+    def _send(self) -> None:
+        while True:
+            with suppress(OSError), socket.create_connection(self._address) as connection:
+                connection.sendall(frame(self._hello))
+                while True:
+                    late = time.monotonic() - self._ticked - HEARTBEAT_SECONDS
+                    connection.sendall(frame({"blocked": max(0.0, late)}))
+                    time.sleep(HEARTBEAT_SECONDS)
+            time.sleep(HEARTBEAT_SECONDS)  # the connection was lost; if the controller is gone, the process ends
+
+
 async def work(host: str, port: int, number: int, token: str) -> None:
     reader, writer = await asyncio.open_connection(host, port)
-    write_frame(writer, {"worker": number, "token": token})
+    hello = {"worker": number, "token": token}
+    write_frame(writer, hello)
     plan = (await read_frame(reader))["plan"]
     config = Config.model_validate(plan["config"])
     servers = ServerList(plan)
@@ -183,6 +217,7 @@ async def work(host: str, port: int, number: int, token: str) -> None:
     scores = scores_in_workers(config)
     rollout = rollout_of(config, inputs, servers, in_worker=True)
     async with rollout.scorer:
+        Heartbeat(host, port, hello).started()
         write_frame(writer, {"ready": True})
         worker = LoopWorker(writer, servers, rollout, scores=scores)
         try:

@@ -46,7 +46,13 @@ def until(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
     return condition()
 
 
-def test_processes_run_on_nodes_and_end_with_the_run(raylets: RayletCluster, tmp_path: Path) -> None:
+def test_processes_run_on_nodes_and_end_with_the_run(
+    raylets: RayletCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+
+    kill, goodbyes = ray.kill, []
+    monkeypatch.setattr(ray, "kill", lambda actor: (goodbyes.append(logs[1].read_text()), kill(actor)))
     with nodes(tmp_path, HERE, THERE).open() as cluster:
         assert [node.address for node in cluster.nodes] == ["127.0.0.1", "127.0.0.1"] and cluster.nodes[1].gpus == ()
         logs = [tmp_path / f"{i}.log" for i in range(2)]
@@ -60,7 +66,7 @@ def test_processes_run_on_nodes_and_end_with_the_run(raylets: RayletCluster, tmp
         broken = cluster.nodes[1].launch([sys.executable, "-c", "print('no room'); raise SystemExit(3)"], {}, logs[0])
         assert until(lambda: not broken.alive) and "no room" in broken.log_tail()
         assert cluster.nodes[1].free_port() > 0
-    assert "it could say goodbye" in logs[1].read_text(), "they are asked to end, and waited for, before Ray kills them"
+    assert len(goodbyes) == 2 and all("it could say goodbye" in text for text in goodbyes), "before Ray kills it"
     assert until(lambda: not Path(f"/proc/{second_pid}").exists())
 
 

@@ -21,7 +21,7 @@ ENDS = """
 import signal, sys, time
 def end(number, frame):
     time.sleep(1)
-    sys.exit("it could say goodbye")
+    sys.exit("it could say " + "goodbye")  # the log also holds the command
 signal.signal(signal.SIGTERM, end)
 """
 SLEEP = "import os, time; print(os.getpid(), os.getcwd(), os.environ['WORD'], flush=True); time.sleep(600)"

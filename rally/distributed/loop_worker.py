@@ -8,12 +8,13 @@ of its own, with the time for which the event loop has been blocked: code that d
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 from rally.config import Config
 from rally.engines.base import EngineError, UtilizationClock
 from rally.engines.remote.client import ClientSettings, ServerReplica
+from rally.engines.remote.rally_api import Rally
 from rally.engines.router.router import Router
 from rally.engines.router.server_state import Duty, RouterSettings
 from rally.loops import Job
@@ -49,6 +51,7 @@ class ServerList:
         self._known: dict[str, ServerReplica] = {}
         self.max_model_len = int(plan["max_model_len"])
         self.requests = UtilizationClock()
+        self.refresh: Callable[[], Awaitable[None]] = _no_refresh  # asks the controller for the servers as they are now
 
     @property
     def weight_version(self) -> int:
@@ -63,7 +66,7 @@ class ServerList:
         lost: set[str] = set()
         for entry in servers["servers"]:
             key = f"{entry['name']} {entry['url']}"
-            replica = self._known.get(key) or _Server(entry, self._api, self._settings)
+            replica = self._known.get(key) or _Server(entry, self._api, self._settings, lambda: self.refresh())
             replica.version, replica.serving, replica.salt = entry["version"], entry["serving"], entry["salt"]
             current[replica.name] = self._known[key] = replica
             if entry["lost"]:
@@ -73,8 +76,8 @@ class ServerList:
         self._router.weight_version = servers["version"]
         known = {replica.name for replica in self._router.replicas}
         for replica in current.values():
-            if replica.name not in known:
-                self._router.add(replica)
+            if replica.name not in known:  # one that is being started gets no request, not even for a moment
+                self._router.add(replica, Duty.ON if replica.serving else Duty.AWAY)
         for name in [replica.name for replica in self._router.replicas]:
             usable, duty = name in current and current[name].serving, self._router.duty(name)
             if usable and duty is not Duty.ON:
@@ -119,13 +122,27 @@ class ServerList:
 GAUGES = (*("router/kept_rate", "router/waiting", "router/in_flight", "router/servers", "router/servers_usable"),)
 
 
+async def _no_refresh() -> None:
+    """For a list that does not change."""
+
+
 class _Server(ServerReplica):
     """A server that the controller started or was given. It has another name at each address."""
 
-    def __init__(self, entry: Mapping[str, Any], api: Any, settings: ClientSettings) -> None:
+    def __init__(
+        self, entry: Mapping[str, Any], api: Any, settings: ClientSettings, refresh: Callable[[], Awaitable[None]]
+    ) -> None:
         super().__init__(entry["url"], api, settings)
         self.headers = dict(entry["headers"])
         self._name = f"{entry['name']} at {entry['url']}"
+        self._refresh = refresh
+
+    async def _version_now(self) -> int | None:
+        """What the controller said last may be older than a response: it may have updated the server meanwhile. Rally's
+        own server reports the version of every token."""
+        if self.api.name != Rally.name:
+            await self._refresh()
+        return self.version
 
     @property
     def name(self) -> str:
@@ -136,10 +153,26 @@ class LoopWorker:
     def __init__(self, writer: asyncio.StreamWriter, servers: ServerList, rollout: Rollout, *, scores: bool) -> None:
         self._writer, self._servers, self._rollout, self._scores = writer, servers, rollout, scores
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._refreshes: dict[int, asyncio.Future[None]] = {}
+        self._numbers = itertools.count()
+        servers.refresh = self._refresh
+
+    async def _refresh(self) -> None:
+        """Ask for the servers and wait for the answer."""
+        number = next(self._numbers)
+        answered = self._refreshes[number] = asyncio.get_running_loop().create_future()
+        try:
+            write_frame(self._writer, {"refresh": number})
+            await answered
+        finally:
+            del self._refreshes[number]
 
     def receive(self, message: Json) -> None:
         if "servers" in message:
             self._servers.follow(message["servers"])
+            answered = self._refreshes.get(message.get("refresh", -1))
+            if answered is not None and not answered.done():
+                answered.set_result(None)
         elif "cancel" in message:
             if (task := self._tasks.get(message["cancel"])) is not None:
                 task.cancel()

@@ -347,6 +347,9 @@ class LoopWorkerPool:
 
     def _received(self, worker: _LoopWorker, message: Json) -> None:
         worker.silent = 0.0
+        if "refresh" in message:
+            self._tell(worker, message["refresh"])
+            return
         worker.counts = Counter({name: int(count) for name, count in message["counts"].items()})
         worker.busy_seconds = worker.busy_before + float(message["busy_seconds"])
         pending = worker.jobs.pop(message["number"], None)
@@ -406,12 +409,12 @@ class LoopWorkerPool:
             if worker.jobs:
                 self._tell(worker)
 
-    def _tell(self, worker: _LoopWorker) -> None:
-        """Send the list of servers if it has changed."""
+    def _tell(self, worker: _LoopWorker, refresh: int | None = None) -> None:
+        """Send the list of servers if it has changed, or if the worker asked for it with a number."""
         servers = self._servers.describe_servers()
-        if worker.writer is not None and servers != worker.servers:
+        if worker.writer is not None and (servers != worker.servers or refresh is not None):
             worker.servers = servers
-            write_frame(worker.writer, {"servers": servers})
+            write_frame(worker.writer, {"servers": servers} | ({} if refresh is None else {"refresh": refresh}))
 
     def _fail(self, problem: LoopWorkerError) -> None:
         self._failure = self._failure or problem

@@ -45,9 +45,12 @@ async def main():
     heart = asyncio.create_task(beat(host, int(port), hello, plan["blocked"]))
     write_frame(writer, dict(ready=True))
     servers = None
+    waiting = None
     while True:
         message = await read_frame(reader)
         servers = message.get("servers", servers)
+        if "refresh" in message:
+            message = waiting
         if "job" not in message:
             continue
         job = message["job"]
@@ -56,6 +59,10 @@ async def main():
             open(plan["once"], "a").close()
             os._exit(1)
         if job["seed"] == plan["kept"]:
+            continue
+        if job["seed"] == 17 and waiting is None:
+            waiting = message
+            write_frame(writer, dict(refresh=5))
             continue
         episode = dict(
             id=job["episode_id"], task=job["task"], group=job["group"], stop_reason="stop", turns=[],
@@ -139,6 +146,7 @@ async def test_workers_learn_of_changed_servers_before_the_next_job(tmp_path: Pa
         assert (await play(pool, 2)).extra["servers"]["version"] == 2
         late = await pool.play(job(3), SamplingParams(), asyncio.get_running_loop().time() + 1000)
         assert late.extra["left"] > 0
+        assert (await play(pool, 17)).extra["servers"]["version"] == 2, "it is told again if it asks, changed or not"
 
 
 @pytest.mark.drill("reliability", "A loop worker dies", "Its episodes are played again by another; no group is lost")

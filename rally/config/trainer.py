@@ -75,7 +75,8 @@ class RunConfig(Section):
     ray_wait_register_center_timeout: Count = 300
     """Seconds to wait until a Ray cluster has the resources of the run."""
     node_heartbeat_timeout: Positive = 20.0
-    """Seconds without an answer after which a node of a Ray cluster is lost."""
+    """Seconds without an answer after which a node of a Ray cluster is lost, and after which a loop worker is ended and
+    started again."""
 
     default_hdfs_dir: PathText | None = None
 

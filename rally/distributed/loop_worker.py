@@ -1,22 +1,28 @@
 """A loop worker: builds tools, loops and rewards from the run's configuration, and plays the jobs that it is sent.
 
 `rally.train.rollout.loop_workers` starts it: python -m rally.distributed.loop_worker HOST:PORT NUMBER. It asks the
-rollout servers itself. It ends when its connection to the controller ends.
+rollout servers itself. It ends when its connection to the controller ends. A thread sends heartbeats over a connection
+of its own, with the time for which the event loop has been blocked: code that does not await is slow, but no failure.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
+import socket
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from rally.config import Config
 from rally.engines.base import EngineError, UtilizationClock
 from rally.engines.remote.client import ClientSettings, ServerReplica
+from rally.engines.remote.rally_api import Rally
 from rally.engines.router.router import Router
 from rally.engines.router.server_state import Duty, RouterSettings
 from rally.loops import Job
@@ -29,7 +35,9 @@ from rally.track.run_folder.episode_json import Json, episode_to_json, task_from
 from rally.train.rollout.loop_workers import TOKEN_VARIABLE
 from rally.train.rollout.rollout import Rollout
 from rally.types import Episode, Generation, ImageSpan, RallyError, SamplingParams
-from rally.util.frames import FrameError, read_frame, write_frame
+from rally.util.frames import FrameError, frame, read_frame, write_frame
+
+HEARTBEAT_SECONDS = 0.5
 
 
 class ServerList:
@@ -43,6 +51,7 @@ class ServerList:
         self._known: dict[str, ServerReplica] = {}
         self.max_model_len = int(plan["max_model_len"])
         self.requests = UtilizationClock()
+        self.refresh: Callable[[], Awaitable[None]] = _no_refresh  # asks the controller for the servers as they are now
 
     @property
     def weight_version(self) -> int:
@@ -57,7 +66,7 @@ class ServerList:
         lost: set[str] = set()
         for entry in servers["servers"]:
             key = f"{entry['name']} {entry['url']}"
-            replica = self._known.get(key) or _Server(entry, self._api, self._settings)
+            replica = self._known.get(key) or _Server(entry, self._api, self._settings, lambda: self.refresh())
             replica.version, replica.serving, replica.salt = entry["version"], entry["serving"], entry["salt"]
             current[replica.name] = self._known[key] = replica
             if entry["lost"]:
@@ -67,8 +76,8 @@ class ServerList:
         self._router.weight_version = servers["version"]
         known = {replica.name for replica in self._router.replicas}
         for replica in current.values():
-            if replica.name not in known:
-                self._router.add(replica)
+            if replica.name not in known:  # one that is being started gets no request, not even for a moment
+                self._router.add(replica, Duty.ON if replica.serving else Duty.AWAY)
         for name in [replica.name for replica in self._router.replicas]:
             usable, duty = name in current and current[name].serving, self._router.duty(name)
             if usable and duty is not Duty.ON:
@@ -113,13 +122,27 @@ class ServerList:
 GAUGES = (*("router/kept_rate", "router/waiting", "router/in_flight", "router/servers", "router/servers_usable"),)
 
 
+async def _no_refresh() -> None:
+    """For a list that does not change."""
+
+
 class _Server(ServerReplica):
     """A server that the controller started or was given. It has another name at each address."""
 
-    def __init__(self, entry: Mapping[str, Any], api: Any, settings: ClientSettings) -> None:
+    def __init__(
+        self, entry: Mapping[str, Any], api: Any, settings: ClientSettings, refresh: Callable[[], Awaitable[None]]
+    ) -> None:
         super().__init__(entry["url"], api, settings)
         self.headers = dict(entry["headers"])
         self._name = f"{entry['name']} at {entry['url']}"
+        self._refresh = refresh
+
+    async def _version_now(self) -> int | None:
+        """What the controller said last may be older than a response: it may have updated the server meanwhile. Rally's
+        own server reports the version of every token."""
+        if self.api.name != Rally.name:
+            await self._refresh()
+        return self.version
 
     @property
     def name(self) -> str:
@@ -130,10 +153,26 @@ class LoopWorker:
     def __init__(self, writer: asyncio.StreamWriter, servers: ServerList, rollout: Rollout, *, scores: bool) -> None:
         self._writer, self._servers, self._rollout, self._scores = writer, servers, rollout, scores
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._refreshes: dict[int, asyncio.Future[None]] = {}
+        self._numbers = itertools.count()
+        servers.refresh = self._refresh
+
+    async def _refresh(self) -> None:
+        """Ask for the servers and wait for the answer."""
+        number = next(self._numbers)
+        answered = self._refreshes[number] = asyncio.get_running_loop().create_future()
+        try:
+            write_frame(self._writer, {"refresh": number})
+            await answered
+        finally:
+            del self._refreshes[number]
 
     def receive(self, message: Json) -> None:
         if "servers" in message:
             self._servers.follow(message["servers"])
+            answered = self._refreshes.get(message.get("refresh", -1))
+            if answered is not None and not answered.done():
+                answered.set_result(None)
         elif "cancel" in message:
             if (task := self._tasks.get(message["cancel"])) is not None:
                 task.cancel()
@@ -170,9 +209,37 @@ class LoopWorker:
         return await self._rollout.score(episode) if self._scores else episode
 
 
+class Heartbeat:
+    """Sends heartbeats from a daemon thread while the process runs. `started` must be called in the event loop."""
+
+    def __init__(self, host: str, port: int, hello: Json) -> None:
+        self._address, self._hello = (host, port), {**hello, "heartbeat": True}
+        self._ticked = time.monotonic()
+
+    def started(self) -> Heartbeat:
+        self._tick(asyncio.get_running_loop())
+        threading.Thread(target=self._send, name="rally-heartbeat", daemon=True).start()
+        return self
+
+    def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._ticked = time.monotonic()
+        loop.call_later(HEARTBEAT_SECONDS, self._tick, loop)
+
+    def _send(self) -> None:
+        while True:
+            with suppress(OSError), socket.create_connection(self._address) as connection:
+                connection.sendall(frame(self._hello))
+                while True:
+                    late = time.monotonic() - self._ticked - HEARTBEAT_SECONDS
+                    connection.sendall(frame({"blocked": max(0.0, late)}))
+                    time.sleep(HEARTBEAT_SECONDS)
+            time.sleep(HEARTBEAT_SECONDS)  # the connection was lost; if the controller is gone, the process ends
+
+
 async def work(host: str, port: int, number: int, token: str) -> None:
     reader, writer = await asyncio.open_connection(host, port)
-    write_frame(writer, {"worker": number, "token": token})
+    hello = {"worker": number, "token": token}
+    write_frame(writer, hello)
     plan = (await read_frame(reader))["plan"]
     config = Config.model_validate(plan["config"])
     servers = ServerList(plan)
@@ -183,6 +250,7 @@ async def work(host: str, port: int, number: int, token: str) -> None:
     scores = scores_in_workers(config)
     rollout = rollout_of(config, inputs, servers, in_worker=True)
     async with rollout.scorer:
+        Heartbeat(host, port, hello).started()
         write_frame(writer, {"ready": True})
         worker = LoopWorker(writer, servers, rollout, scores=scores)
         try:

@@ -93,12 +93,17 @@ class RayNode:
 
         if self.loss is not None:
             raise NodeError(self.loss)
-        try:
-            return ray.get(getattr(self._actor, method).remote(*args), timeout=seconds)
-        except ray.exceptions.RayTaskError as problem:
-            raise NodeError(f"node {self.name} failed: {problem.cause}") from None
-        except ray.exceptions.RayError as problem:
-            raise NodeError(self.loss or _loss(self.name, problem)) from None
+        deadline, reference = time.monotonic() + seconds, getattr(self._actor, method).remote(*args)
+        while True:
+            try:
+                return ray.get(reference, timeout=POLL_SECONDS)
+            except ray.exceptions.RayTaskError as problem:
+                raise NodeError(f"node {self.name} failed: {problem.cause}") from None
+            except ray.exceptions.RayError as problem:
+                late = isinstance(problem, ray.exceptions.GetTimeoutError)
+                if late and self.loss is None and time.monotonic() < deadline:
+                    continue
+                raise NodeError(self.loss or _loss(self.name, problem)) from None
 
 
 class RayProcess:
@@ -180,12 +185,26 @@ class RayCluster:
         if ray is None or not ray.is_initialized():
             return
         with suppress(Exception):  # a cluster that is gone must not hide why the run ends
+            self._end_processes()
             for actor in self._actors:
-                ray.kill(actor)  # Ray or their guards end its processes, whichever comes first
+                ray.kill(actor)  # Ray or their guards end what is left of its processes, whichever comes first
             if self._group is not None:
                 ray.util.remove_placement_group(self._group)
         with suppress(Exception):
             ray.shutdown()
+
+    def _end_processes(self) -> None:
+        """Ask all processes to end, and wait a moment: one that is killed cannot close its connections and files."""
+        import ray
+
+        deadline = time.monotonic() + STOP_SECONDS
+        asked = [actor for actor, node in zip(self._actors, self.nodes, strict=False) if node.loss is None]
+        for actor in asked:
+            actor.stop.remote()
+        for actor in asked:
+            with suppress(ray.exceptions.RayError):  # it is gone, or late
+                while (left := deadline - time.monotonic()) > 0 and any(ray.get(actor.alive.remote(), timeout=left)):
+                    time.sleep(POLL_SECONDS / 5)
 
     def _reserve(self) -> None:
         """Reserve all nodes together, or raise with what is missing on which node."""
@@ -271,7 +290,15 @@ class RayCluster:
             raise NodeError(f"node {name} shows {len(found.gpus)} of {request.gpus} reserved GPUs; check its driver")
 
     def _watch(self) -> None:
-        """Runs in a thread: asks every agent which processes live, and marks nodes that do not answer as lost."""
+        """Runs in a thread. Without it no loss would be noticed, so its own failure is the loss of all nodes."""
+        try:
+            self._ask_for_living()
+        except Exception as problem:  # noqa: BLE001 - whatever it is, nobody may wait for a node forever
+            for node in self.nodes:
+                node.loss = node.loss or f"node {node.name} is no longer watched ({type(problem).__name__}: {problem})"
+
+    def _ask_for_living(self) -> None:
+        """Ask every agent which processes live, and mark nodes that do not answer as lost."""
         import ray
 
         asked: dict[int, Any] = {}

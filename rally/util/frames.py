@@ -29,7 +29,11 @@ async def read_frame(reader: asyncio.StreamReader, limit: int = MAX_FRAME) -> di
 
 
 def write_frame(writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
+    writer.write(frame(message))
+
+
+def frame(message: dict[str, Any]) -> bytes:
     content = json.dumps(message, separators=(",", ":")).encode()
     if len(content) > MAX_FRAME:
         raise FrameError(f"a message of {len(content):,} bytes exceeds the limit of {MAX_FRAME:,}")
-    writer.write(len(content).to_bytes(LENGTH_BYTES, "big") + content)
+    return len(content).to_bytes(LENGTH_BYTES, "big") + content

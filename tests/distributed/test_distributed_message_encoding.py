@@ -221,6 +221,7 @@ def test_what_a_rank_found_goes_back_to_its_rows() -> None:
         ([f"{R}.name=vllm", f"{R}.checkpoint_engine.backend=ipc"], "backend=ipc works on one GPU only"),
         ([f"{R}.deterministic=true"], "has no effect with actor_rollout_ref.rollout.name=rally"),
         ([f"{R}.agent.num_workers=2", f"{R}.skip_rollout=true", f"{R}.name=rally"], "skip_rollout does not work with"),
+        ([f"{R}.agent.num_workers=2", f"{R}.skip_rollout=true"], "skip_rollout does not work with"),
         (["trainer.node_heartbeat_timeout=5"], "node_heartbeat_timeout has no effect without Ray"),
         (["trainer.nnodes=2", "trainer.launcher=local"], "launcher=local is for one machine, and trainer.nnodes=2"),
     ],
@@ -235,6 +236,12 @@ def test_what_is_for_one_gpu_is_one_sentence(words: list[str], told: str) -> Non
 def test_what_several_gpus_take_is_taken() -> None:
     words = [f"{A}.fsdp_config.reshard_after_forward=false", f"{A}.fsdp_config.fsdp_size=2", f"{A}.strategy=fsdp2"]
     assert load_config(overrides=[*TWO, *words]).trainer.n_gpus_per_node == 2
+
+
+def test_loop_workers_have_heartbeats_without_ray() -> None:
+    words = ["trainer.node_heartbeat_timeout=5", f"{R}.agent.num_workers=2"]
+    for more in (TWO, [f"{R}.name=rally"]):
+        assert load_config(overrides=[*more, *words]).trainer.node_heartbeat_timeout == 5
 
 
 def test_a_policy_on_several_gpus_is_sampled_by_servers(monkeypatch: pytest.MonkeyPatch) -> None:

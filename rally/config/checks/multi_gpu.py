@@ -48,9 +48,9 @@ def with_rollout_servers(config: Config) -> Config:
 
 
 def multi_gpu(config: Config) -> Iterator[str]:
-    count = config.trainer.world_size
-    yield from _launcher(config.trainer)
-    if config.uses_loop_workers and config.rollout.skip_rollout:
+    count, loop_workers = config.trainer.world_size, with_rollout_servers(config).uses_loop_workers
+    yield from _launcher(config.trainer, loop_workers)
+    if loop_workers and config.rollout.skip_rollout:
         workers = f"{ROLLOUT}.agent.num_workers={config.rollout.agent.num_workers}"
         yield f"{ROLLOUT}.skip_rollout does not work with {workers}, which play episodes elsewhere; set that to 1."
     if count == 1:
@@ -76,12 +76,13 @@ def sft_multi_gpu(config: SftConfig) -> Iterator[str]:
     yield from _fsdp_sizes(config, ("model",), count)
 
 
-def _launcher(trainer: RunConfig) -> Iterator[str]:
+def _launcher(trainer: RunConfig, loop_workers: bool = False) -> Iterator[str]:
     if trainer.launcher == "local" and trainer.nnodes > 1:
         yield f"trainer.launcher=local is for one machine, and trainer.nnodes={trainer.nnodes}; leave launcher out."
     key = "node_heartbeat_timeout"
-    if not trainer.on_ray and getattr(trainer, key) != type(trainer).model_fields[key].default:
-        yield f"trainer.{key} has no effect without Ray; leave it out, or set trainer.nnodes above 1."
+    watched = trainer.on_ray or loop_workers
+    if not watched and getattr(trainer, key) != type(trainer).model_fields[key].default:
+        yield f"trainer.{key} has no effect without Ray or loop workers; leave it out, or set trainer.nnodes above 1."
 
 
 def _reshard_keys(config: Config) -> Iterator[str]:

@@ -151,10 +151,14 @@ class ServerReplica:
             self._abort(request.id)
             raise
         try:
-            generation = self.api.generation(response, replace(request, after=self.version))
+            generation = self.api.generation(response, replace(request, after=await self._version_now()))
         except ReplicaGone as problem:
             raise ReplicaGone(f"{self.name}: {problem}") from None
         return replace(generation, seconds=time.perf_counter() - start)
+
+    async def _version_now(self) -> int | None:
+        """The version of its weights, as known to whoever updates them."""
+        return self.version
 
     def _check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         """Reject invalid requests here: a token outside the vocabulary crashes vLLM's engine."""

@@ -77,9 +77,9 @@ class Router:
         """Whether every server is lost."""
         return self._policy.all_lost
 
-    def add(self, replica: Replica) -> None:
-        """Add a server, which gets requests from now on."""
-        self._policy.add(replica.name, self._clock())
+    def add(self, replica: Replica, duty: Duty = Duty.ON) -> None:
+        """Add a server, which gets requests from now on or, with another duty, when it is `back`."""
+        self._policy.add(replica.name, self._clock(), duty)
         self._replicas[replica.name] = replica
         self._dispatch()
 

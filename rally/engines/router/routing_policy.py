@@ -43,10 +43,10 @@ class RoutingPolicy:
     def all_lost(self) -> bool:
         return bool(self.servers) and all(server.duty is Duty.LOST for server in self.servers.values())
 
-    def add(self, name: str, now: float) -> None:
+    def add(self, name: str, now: float, duty: Duty = Duty.ON) -> None:
         if name in self.servers:
             raise EngineError(f"there is already a server {name!r}; give each its own name")
-        self.servers[name] = ServerState(name, self.settings)
+        self.servers[name] = ServerState(name, self.settings, duty=duty)
         self._update_outage(now)
 
     def remove(self, name: str, now: float) -> None:

@@ -251,6 +251,7 @@ def pool_of(config: Config, engine: RemoteEngine, nodes: RunNodes) -> LoopWorker
             "max_model_len": engine.max_model_len,
         },
         logs=config.run_dir.absolute() / "loop_workers",
+        heartbeat_seconds=config.trainer.node_heartbeat_timeout,
     )
     return LoopWorkerPool(settings, nodes.all, engine)
 

@@ -3,7 +3,7 @@
 The controller keeps the ledger: it decides which job runs when, and every job ends with exactly one episode. A worker
 gets jobs and the list of rollout servers, asks the servers itself, and returns episodes. A job of a worker that dies is
 played again by another, with the same seed, so no group is lost and none is favoured. At most `max_jobs` jobs are with
-one worker; the others wait here.
+one worker; the others wait here. A worker that hangs is noticed by its heartbeat and ended like one that died.
 
 Connections belong to a thread with an event loop of its own. Messages are JSON and nothing in them is executed. A
 worker proves with a token of the run that it belongs to it.
@@ -21,11 +21,11 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from rally.loops import Job, Runner
 from rally.nodes import LOCAL, Node, NodeError, NodeProcess
@@ -40,6 +40,7 @@ HELLO_SECONDS = 20.0
 HELLO_BYTES = 4096
 MAX_ATTEMPTS = 3  # of one job, each lost with its worker
 MAX_STARTS = 5  # of one worker in a row without a finished job
+HEARTBEAT_KEY = "trainer.node_heartbeat_timeout"
 
 _log = logging.getLogger(__name__)
 
@@ -61,6 +62,8 @@ class LoopWorkerSettings:
     plan: Json = field(repr=False)  # what a worker builds its loops from
     logs: Path
     start_seconds: float = 300.0
+    heartbeat_seconds: float = 20.0  # without a heartbeat, after which a worker hangs
+    blocked_seconds: float = 300.0  # in which nothing else could run in a worker, after which it hangs
 
 
 @dataclass(eq=False)
@@ -85,8 +88,13 @@ class _LoopWorker:
     servers: Json | None = None  # as last sent
     starts: int = 0
     started: float = 0.0
+    silent: float = 0.0  # seconds since its last heartbeat
+    blocked: float = 0.0  # seconds for which its event loop had been blocked at its last heartbeat
+    warned: bool = False  # that it is blocked
+    replacing: asyncio.Task[None] | None = None
     counts: Counter[str] = field(default_factory=Counter)
     busy_seconds: float = 0.0
+    busy_before: float = 0.0  # of its earlier processes
 
 
 class LoopWorkerPool:
@@ -96,6 +104,8 @@ class LoopWorkerPool:
         self.settings, self._nodes, self._servers = settings, tuple(nodes), servers
         self._numbers = itertools.count()
         self._waiting: deque[_Pending] = deque()
+        self._unanswered: dict[int, _Pending] = {}
+        self._connections: set[asyncio.StreamWriter] = set()
         self._workers = [_LoopWorker(i, secrets.token_urlsafe(32)) for i in range(settings.count)]
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="rally-loop-workers", daemon=True)
@@ -116,13 +126,25 @@ class LoopWorkerPool:
             "sampling": asdict(sampling),
         }
         pending = _Pending(next(self._numbers), message, ends_at, concurrent.futures.Future())
-        self._loop.call_soon_threadsafe(self._submit, pending)
+        self._unanswered[pending.number] = pending
         try:
+            if not self._schedule(self._submit, pending):
+                raise self._failure or LoopWorkerError("the loop workers were stopped")
             answer = await asyncio.wrap_future(pending.future)
         except asyncio.CancelledError:
-            self._loop.call_soon_threadsafe(self._cancel, pending.number)
+            self._schedule(self._cancel, pending.number)
             raise
+        finally:
+            del self._unanswered[pending.number]
         return episode_from_json(answer)
+
+    def _schedule(self, work: Callable[..., None], *args: Any) -> bool:
+        """Run something in the thread of the connections. False if it has ended."""
+        try:
+            self._loop.call_soon_threadsafe(work, *args)
+        except RuntimeError:  # the loop is closed
+            return False
+        return True
 
     def lap(self) -> dict[str, float]:
         """Counts of the workers' routers since the last call."""
@@ -155,6 +177,8 @@ class LoopWorkerPool:
             self._fail(LoopWorkerError(f"the loop workers failed: {type(problem).__name__}: {problem}"))
         finally:
             self._loop.close()
+            for pending in list(self._unanswered.values()):  # scheduled, but too late to be submitted
+                self._answer(pending, self._failure or LoopWorkerError("the loop workers were stopped"))
 
     async def _serve(self) -> None:
         """Accept workers and watch their processes until `close`."""
@@ -162,10 +186,12 @@ class LoopWorkerPool:
         async with await asyncio.start_server(self._connected, host, 0) as server:
             port = server.sockets[0].getsockname()[1]
             self._address = f"{host}:{port}"
+            looked = time.monotonic()
             try:
                 while not self._closing.is_set():
-                    for worker in self._workers:
-                        await self._check(worker)
+                    before, looked = looked, time.monotonic()
+                    # If this process itself was stopped for a while, that is no silence of the workers.
+                    self._check_workers(min(looked - before, self.settings.heartbeat_seconds / 4))
                     self._tell_servers()
                     await asyncio.sleep(POLL_SECONDS)
             except LoopWorkerError as problem:
@@ -173,30 +199,62 @@ class LoopWorkerPool:
             except Exception as problem:  # noqa: BLE001 - whatever it is, nobody may wait for an answer forever
                 self._fail(LoopWorkerError(f"the loop workers failed: {type(problem).__name__}: {problem}"))
             finally:
+                self._closing.set()  # none is started from now on
                 await asyncio.gather(*(self._stop(worker) for worker in self._workers), return_exceptions=True)
                 self._fail(LoopWorkerError("the loop workers were stopped"))
+                for writer in self._connections:
+                    writer.transport.abort()  # closing one would wait for a node that hangs
 
-    async def _check(self, worker: _LoopWorker) -> None:
-        """Start a worker that does not run. Raises if it cannot be started."""
-        if self._failure is not None:
-            return
-        process = worker.process
-        if process is not None and process.alive:
-            late = worker.writer is None and time.monotonic() - worker.started > self.settings.start_seconds
-            if not late:
-                return
-        if process is not None:
+    def _check_workers(self, seconds: float) -> None:
+        """Replace workers that do not run or that hang, each in a task of its own: ending one takes a while. Raises if
+        one cannot be started. `seconds`: since the last call."""
+        for worker in self._workers:
+            if worker.replacing is not None:
+                if not worker.replacing.done():
+                    continue
+                worker.replacing.result()
+                worker.replacing = None
+            worker.silent += seconds
+            if (problem := self._problem(worker)) is not None and self._failure is None:
+                worker.replacing = self._loop.create_task(self._replace(worker, problem))
+
+    def _problem(self, worker: _LoopWorker) -> str | None:
+        """Why a worker must be started, again or for the first time; None if it need not."""
+        settings = self.settings
+        if worker.process is None or not worker.process.alive:
+            return "has ended"
+        if worker.writer is None:
+            late = time.monotonic() - worker.started > settings.start_seconds
+            return f"was not ready within {settings.start_seconds:g} s" if late else None
+        if worker.silent > settings.heartbeat_seconds:
+            return f"has not responded for {worker.silent:.0f} s ({HEARTBEAT_KEY}={settings.heartbeat_seconds:g})"
+        if worker.blocked > settings.blocked_seconds:
+            return f"was blocked for {worker.blocked:.0f} s by code that does not await"
+        if worker.blocked > settings.heartbeat_seconds and not worker.warned:
+            worker.warned = True
+            _log.warning(
+                "loop worker %d has been blocked for %.0f s by code of a loop, tool or reward that does not await; its "
+                "other episodes wait; it is ended after %g s",
+                *(worker.number, worker.blocked, settings.blocked_seconds),
+            )
+        return None
+
+    async def _replace(self, worker: _LoopWorker, problem: str) -> None:
+        """End what is left of a worker, give its jobs to others, and start it."""
+        if (process := worker.process) is not None:
+            self._requeue(worker)
             tail = await asyncio.to_thread(process.log_tail)
             await process.stop()
             worker.process = None
-            self._requeue(worker)
             if worker.starts >= MAX_STARTS:
                 raise LoopWorkerError(
-                    f"loop worker {worker.number} ended {worker.starts} times before it finished a job; {tail}"
+                    f"loop worker {worker.number} was started {worker.starts} times and finished no job; the last one "
+                    f"{problem}; {tail}"
                 )
-            _log.warning("loop worker %d has ended and is started again; %s", worker.number, tail)
+            _log.warning("loop worker %d %s and is started again; %s", worker.number, problem, tail)
             self.restarts += 1
-        await self._launch(worker)
+        if not self._closing.is_set():
+            await self._launch(worker)
 
     async def _launch(self, worker: _LoopWorker) -> None:
         """Start the process of a worker on its node or, if that is lost, on another."""
@@ -207,7 +265,7 @@ class LoopWorkerPool:
         log = self.settings.logs / f"loop-worker-{worker.number}.log"
         command = [sys.executable, "-m", MODULE, self._address, str(worker.number)]
         worker.starts += 1
-        worker.started = time.monotonic()
+        worker.started, worker.blocked, worker.warned = time.monotonic(), 0.0, False
         try:
             if node is LOCAL:  # in this thread: the process ends with it
                 worker.process = node.launch(command, {TOKEN_VARIABLE: worker.token}, log)
@@ -222,6 +280,8 @@ class LoopWorkerPool:
     async def _stop(self, worker: _LoopWorker) -> None:
         if worker.writer is not None:
             worker.writer.close()
+        if worker.replacing is not None:
+            await asyncio.wait([worker.replacing])
         if worker.process is not None:
             await worker.process.stop()
 
@@ -231,14 +291,14 @@ class LoopWorkerPool:
             worker.writer.transport.abort()  # a node that hangs would not take the rest
         worker.writer = worker.connection = worker.servers = None
         self._finished += worker.counts
-        worker.counts = Counter()
+        worker.counts, worker.busy_before = Counter(), worker.busy_seconds
         for pending in reversed(worker.jobs.values()):
             if pending.attempts >= MAX_ATTEMPTS:
                 self._answer(
                     pending,
                     LoopWorkerError(
                         f"episode {pending.message['job']['episode_id']} was with {pending.attempts} loop workers, and "
-                        f"each of them died; see {self.settings.logs}"
+                        f"each of them died or hung; see {self.settings.logs}"
                     ),
                 )
             elif not pending.future.cancelled():
@@ -248,33 +308,50 @@ class LoopWorkerPool:
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         worker: _LoopWorker | None = None
+        self._connections.add(writer)
         try:
             async with asyncio.timeout(HELLO_SECONDS):
                 hello = await read_frame(reader, HELLO_BYTES)
             claimed = self._workers[int(hello.get("worker", -1)) % len(self._workers)]
             token = str(hello.get("token")).encode(errors="replace")
-            if not hmac.compare_digest(token, claimed.token.encode()) or claimed.writer is not None:
+            if not hmac.compare_digest(token, claimed.token.encode()):
+                return
+            if "heartbeat" in hello:
+                await self._listen(claimed, reader)
+            if claimed.writer is not None:
                 return
             worker = claimed
             worker.connection = writer
             write_frame(writer, {"plan": self.settings.plan})
             await read_frame(reader, HELLO_BYTES)  # it is ready
-            worker.writer = writer
+            worker.writer, worker.silent = writer, 0.0
             self._dispatch()
             while True:
                 self._received(worker, await read_frame(reader))
-        except (OSError, asyncio.IncompleteReadError, TimeoutError, ValueError):
+        except (OSError, asyncio.IncompleteReadError, TimeoutError, ValueError, TypeError):
             pass  # the watcher finds the process dead, or ends it below
         finally:
             writer.close()
+            self._connections.discard(writer)
             if worker is not None and worker.connection is writer and not self._closing.is_set():
                 self._requeue(worker)
                 if worker.process is not None:
                     await worker.process.stop()  # `_check` starts it again
 
+    @staticmethod
+    async def _listen(worker: _LoopWorker, reader: asyncio.StreamReader) -> NoReturn:
+        """Take the heartbeats of a worker until its connection ends."""
+        while True:
+            worker.blocked = float((await read_frame(reader, HELLO_BYTES))["blocked"])
+            worker.silent = 0.0
+
     def _received(self, worker: _LoopWorker, message: Json) -> None:
+        worker.silent = 0.0
+        if "refresh" in message:
+            self._tell(worker, message["refresh"])
+            return
         worker.counts = Counter({name: int(count) for name, count in message["counts"].items()})
-        worker.busy_seconds = float(message["busy_seconds"])
+        worker.busy_seconds = worker.busy_before + float(message["busy_seconds"])
         pending = worker.jobs.pop(message["number"], None)
         if pending is None:
             return  # it was cancelled
@@ -332,12 +409,12 @@ class LoopWorkerPool:
             if worker.jobs:
                 self._tell(worker)
 
-    def _tell(self, worker: _LoopWorker) -> None:
-        """Send the list of servers if it has changed."""
+    def _tell(self, worker: _LoopWorker, refresh: int | None = None) -> None:
+        """Send the list of servers if it has changed, or if the worker asked for it with a number."""
         servers = self._servers.describe_servers()
-        if worker.writer is not None and servers != worker.servers:
+        if worker.writer is not None and (servers != worker.servers or refresh is not None):
             worker.servers = servers
-            write_frame(worker.writer, {"servers": servers})
+            write_frame(worker.writer, {"servers": servers} | ({} if refresh is None else {"refresh": refresh}))
 
     def _fail(self, problem: LoopWorkerError) -> None:
         self._failure = self._failure or problem

@@ -1,0 +1,60 @@
+"""The servers of a loop worker, which the controller starts, updates and restarts behind its back."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+from fake_server import FakeServer
+
+from rally.distributed.loop_worker import ServerList
+from rally.engines.remote.launched_server import NO_URL
+from rally.engines.router.server_state import RouterSettings
+from rally.types import SamplingParams, WeightSpan
+
+PARAMS = SamplingParams(max_tokens=5, seed=3)
+DEAD = "http://127.0.0.1:9"
+
+
+@pytest.fixture
+async def fake() -> AsyncIterator[FakeServer]:
+    async with FakeServer("vllm", reports_spans=False) as server:
+        yield server
+
+
+@pytest.fixture
+async def servers() -> AsyncIterator[ServerList]:
+    one = ServerList({"server_kind": "vllm", "client": {}, "router": asdict(RouterSettings()), "max_model_len": 64})
+    yield one
+    await one.close()
+
+
+def described(url: str, version: int | None) -> dict[str, Any]:
+    state = {"version": version, "serving": version is not None, "lost": False, "salt": f"{version}"}
+    return {"version": version or 7, "servers": [{"name": "server-0", "url": url, "headers": {}, **state}]}
+
+
+async def test_a_request_waits_for_the_restart_of_the_only_server(servers: ServerList, fake: FakeServer) -> None:
+    servers.follow(described(DEAD, 7))
+    asked = asyncio.create_task(servers.generate([1, 2, 3], PARAMS))
+    while servers.counts().get("circuits_opened") != 1:
+        await asyncio.sleep(0.01)
+    tried = servers.counts()["failed_tries"]
+    servers.follow(described(NO_URL, None))
+    await asyncio.sleep(0.1)
+    assert servers.counts()["failed_tries"] == tried, "a server that is being started gets no request"
+    servers.follow(described(fake.url, 7))
+    assert (await asked).spans == (WeightSpan(7, 0, 5),)
+
+
+async def test_an_update_that_a_worker_was_not_told_of_costs_the_request(servers: ServerList, fake: FakeServer) -> None:
+    servers.follow(described(fake.url, 7))
+
+    async def refresh() -> None:
+        servers.follow(described(fake.url, 8))
+
+    servers.refresh = refresh
+    generation = await servers.generate([1, 2, 3], PARAMS)
+    assert generation.spans == (WeightSpan(8, 0, 5),), "no token of version 8 is taken for one of version 7"
+    assert servers.counts()["void_tries"] == 1

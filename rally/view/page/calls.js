@@ -59,8 +59,7 @@ function resultCard(result) {
 const answerCard = ({ call, text }) =>
   card(call, ["", "run by the agent"], [], [...(call ? written(call) : []), ["result", text]]);
 
-const openCard = (call) =>
-  card(call, call.error ? ["bad", "malformed"] : ["warn", "not answered"], [], written(call));
+const openCard = (call) => card(call, call.error ? ["bad", "malformed"] : ["warn", "not answered"], [], written(call));
 
 // The turns that come directly after one: in its segment, and in segments that continue it.
 function following(one, turn) {
@@ -90,7 +89,9 @@ export function callCards(one, turn) {
     const known = new Set(
       after.flatMap((other) => [...other.tool_results, ...(other.tool_answers ?? [])]).map(({ call }) => call?.id),
     );
-    const untold = after.some((other) => other.role === "tool" && !other.tool_results.length && !other.tool_answers?.length);
+    const untold = after.some(
+      (other) => other.role === "tool" && !other.tool_results.length && !other.tool_answers?.length,
+    );
     return turn.tool_calls.filter((call) => !known.has(call.id) && (call.error || !untold)).map(openCard);
   }
   if (turn.tool_results.length) return turn.tool_results.map(resultCard);

@@ -253,13 +253,23 @@ export function episodeView(root, app) {
       bar.element,
       one.note && h("p", { class: "note" }, one.note),
       one.segments.length > 1 && treeMap(one, jump),
-      h("div", { class: "columns" }, conversation(one, { mode: bar.mode, scale }), side(one)),
+      h("div", { class: "columns" }, conversation(one, shownBy()), side(one)),
     );
   }
 
+  // Read when it is used: what is unfolded later has the colours of then.
+  const shownBy = () => ({
+    get mode() {
+      return bar.mode;
+    },
+    scale,
+  });
+
   // To a turn, or to the segment of this number.
   const jump = (to) =>
-    jumpTo(root.querySelector(typeof to === "number" ? `[data-segment="${to}"]` : `[data-turn="${one.turns.indexOf(to)}"]`));
+    jumpTo(
+      root.querySelector(typeof to === "number" ? `[data-segment="${to}"]` : `[data-turn="${one.turns.indexOf(to)}"]`),
+    );
 
   // The segment below the one that is at the top of the window.
   function nextSegment() {

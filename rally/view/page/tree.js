@@ -42,8 +42,7 @@ export function promptParts(segment, n, options) {
   const shared = prompt.slice(0, continues.shared);
   const folded = h("details", { class: "shared" }, h("summary", null, count(shared.length, "shared token")));
   folded.addEventListener("toggle", () => {
-    if (folded.open && folded.childElementCount === 1)
-      folded.append(tokenBlock(shared, options.mode, options.scale));
+    if (folded.open && folded.childElementCount === 1) folded.append(tokenBlock(shared, options.mode, options.scale));
   });
   return { shared: folded, own: continues.kind === "rewritten" ? prompt.slice(continues.shared) : null };
 }
@@ -107,7 +106,11 @@ export function treeMap(one, jump) {
     const name = h("button", { type: "button", class: "plain name", onclick: () => jump(n) }, `segment ${n + 1}`);
     name.style.top = place.row * TALL + "px";
     const sampled = one.segments[n].response_mask.reduce((sum, bit) => sum + bit, 0);
-    const facts = h("small", { class: "facts-of" }, [count(sampled, "sampled token"), told(one, n)].filter(Boolean).join(" · "));
+    const facts = h(
+      "small",
+      { class: "facts-of" },
+      [count(sampled, "sampled token"), told(one, n)].filter(Boolean).join(" · "),
+    );
     facts.style.top = place.row * TALL + 4 + "px";
     facts.style.left = LEFT + (place.column + turns.length) * WIDE + 8 + "px";
     return [

@@ -79,7 +79,9 @@ function guessed(one, turn) {
   const own = one.turns.filter((other) => other.segment === turn.segment);
   const before = own[own.indexOf(turn) - 1];
   const calls = (before?.role === "assistant" ? before.tool_calls : []).filter((call) => !call.error);
-  return calls.length === 1 ? [answerCard({ call: calls[0], text: turn.text })] : calls.map(openCard);
+  return calls.length === 1
+    ? [answerCard({ call: calls[0], text: turn.text })]
+    : calls.map((call) => card(call, ["", "answered in the text below"], [], written(call)));
 }
 
 export function callCards(one, turn) {

@@ -41,15 +41,19 @@ export function tickSize(span) {
   return [1, 2, 5, 10].map((f) => f * power).find((size) => span / 4 <= size * 1.0001);
 }
 
-function bounds(series) {
-  let [low, high] = extent(series.flatMap((one) => one.points.map((point) => point[1])));
+function rounded(low, high) {
+  const size = tickSize(high - low);
+  return [Math.floor(low / size) * size, Math.ceil(high / size) * size];
+}
+
+function bounds(lines) {
+  let [low, high] = extent(lines.flatMap((points) => points.map((point) => point[1])));
   if (low >= 0 && high <= 1 && high >= 0.6) return [0, 1]; // a share: small wobbles look small
   if (low === high) {
     low -= Math.abs(low) * 0.1 || 0.5;
     high += Math.abs(high) * 0.1 || 0.5;
   }
-  const size = tickSize(high - low);
-  return [Math.floor(low / size) * size, Math.ceil(high / size) * size];
+  return rounded(low, high);
 }
 
 function short(value, size) {
@@ -61,17 +65,17 @@ function path(points, x, y) {
   return points.map(([step, value], n) => (n ? "L" : "M") + x(step).toFixed(1) + " " + y(value).toFixed(1)).join("");
 }
 
-function ticks(series) {
-  const [low, high] = bounds(series),
-    size = tickSize(high - low),
+function evenTicks([low, high]) {
+  const size = tickSize(high - low),
     found = [];
   for (let n = 0; low + n * size <= high + size / 2; n += 1) found.push([low + n * size, short(low + n * size, size)]);
   return { low, high, found };
 }
 
-// Powers of ten; where the values span less than two of them, also 2 and 5 times each.
+// Powers of ten; where the values span less than two of them, also 2 and 5 times each; over a short span even steps.
 export function logTicks(values) {
   const [low, high] = extent(values);
+  if (high > low && high / low < 2) return evenTicks(rounded(low, high));
   const first = Math.floor(Math.log10(low)),
     last = Math.ceil(Math.log10(high));
   const fine = high / low < 100,
@@ -120,7 +124,7 @@ export function chart(title, series, { weight, range, open, point, log }) {
     ? { low: 0, high: 1, found: [] }
     : log
       ? logTicks(seen.flatMap((points) => points.map((p) => p[1])))
-      : ticks(series);
+      : evenTicks(bounds(seen));
   const level =
     log && any ? (value) => Math.log(value / low) / Math.log(high / low) : (value) => (value - low) / (high - low);
   const x = (step) => LEFT + (last > first ? (step - first) / (last - first) : 0.5) * (WIDTH - LEFT - RIGHT);

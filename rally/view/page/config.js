@@ -87,8 +87,12 @@ export function configView(root, app) {
       shown.map(([name, values, differs]) =>
         h(
           "div",
-          { class: "keys" + (differs ? " differs" : "") },
-          h("code", null, name),
+          { class: "keys" + (differs ? " differs" : "") + (onlyDifferent() ? " alone" : "") },
+          h(
+            "code",
+            null,
+            name.split(/(?<=[._])/).map((part) => [part, h("wbr")]),
+          ),
           values.map((value) => h("div", null, cell(value))),
         ),
       ),

@@ -39,7 +39,7 @@ function ordered(tasks, sort, down) {
 
 // The bars of one task, each at the place of its step in the whole run.
 function strip(cells, [first, last], distinct) {
-  const wide = WIDE / Math.min(MOST, distinct.length),
+  const wide = Math.min(18, WIDE / Math.min(MOST, distinct.length)),
     spread = distinct.length > MOST;
   const place = spread
     ? (step) => Math.min(MOST - 1, Math.floor(((step - first) / (last - first || 1)) * MOST))
@@ -129,8 +129,7 @@ export function tasksView(root, app) {
       said,
     ),
     note,
-    h("div", { class: "card tasks" }, head, body),
-    more,
+    h("div", { class: "card tasks" }, head, body, more),
   );
 
   function later(act) {

@@ -22,7 +22,7 @@ const STRIP = 56,
   LEFT = 92,
   RIGHT = 12;
 
-// How many of the lanes are on the engine at each moment: [[from, to, n], ...], without gaps.
+// How many requests are on the engine at each moment: [[from, to, n], ...], without gaps.
 export function load(lanes) {
   const events = lanes.flatMap(([kind, start, end]) =>
     WORKING.has(kind)
@@ -81,7 +81,7 @@ function summary(ready) {
     .sort((a, b) => b[1] - a[1])
     .map(([kind, took]) => `${kind} ${((100 * took) / total).toFixed(0)} %`)
     .join(", ");
-  return `From the first to the last sampled token the engine had nothing to do for ${share}; ${number(mean, 1)} episodes were on it at a time. The time of the episodes: ${shares}.`;
+  return `From the first to the last sampled token the engine had nothing to do for ${share}; ${number(mean, 1)} requests were on it at a time. The time of the episodes: ${shares}.`;
 }
 
 export function timelineView(root, app) {
@@ -261,7 +261,7 @@ export function timelineView(root, app) {
         ["a click", "only this phase, or all"],
       ]);
     if (busy)
-      return showTip(event, busy[2] ? count(busy[2], "episode") + " on the engine" : "engine idle", [
+      return showTip(event, busy[2] ? count(busy[2], "request") + " on the engine" : "engine idle", [
         ["for", seconds(busy[1] - busy[0])],
       ]);
     if (!episode) return hideTip();

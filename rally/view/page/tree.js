@@ -3,14 +3,19 @@
 import { count, h, number, put } from "./dom.js";
 import { segmentTokens, tokenBlock } from "./tokens.js";
 
-const WIDE = 26,
+const WIDE = 36,
   TALL = 26,
   LEFT = 92;
 const ROLES = { assistant: "policy", tool: "tool", user: "user" };
 
 const ofSegment = (one, n) => one.turns.filter((turn) => turn.segment === n);
-export const childrenOf = (one, n) =>
-  one.segments.flatMap(({ continues }, at) => ((continues?.segment ?? null) === n ? [at] : []));
+const began = (one, n) => ofSegment(one, n).reduce((first, turn) => Math.min(first, turn.started ?? 0), Infinity);
+
+// The segments that continue segment n, of null those that begin anew, in the order in which they began.
+export function childrenOf(one, n) {
+  const found = one.segments.flatMap(({ continues }, at) => ((continues?.segment ?? null) === n ? [at] : []));
+  return found.sort((a, b) => began(one, a) - began(one, b) || a - b);
+}
 
 // A policy turn whose tokens all have mask 0 was excluded by the agent.
 export function excluded(one, turn) {
@@ -26,7 +31,7 @@ function turnsBefore(one, n, tokens) {
 
 export function told(one, n) {
   const { continues } = one.segments[n];
-  if (!continues) return childrenOf(one, null).length > 1 && n > 0 ? "begins anew, with a prompt of its own" : "";
+  if (!continues) return n === childrenOf(one, null)[0] ? "" : "begins anew, with a prompt of its own";
   const which = `segment ${continues.segment + 1}`;
   if (continues.kind === "prompt") return `another answer to the prompt of ${which}`;
   if (continues.kind === "rewritten")

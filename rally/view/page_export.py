@@ -136,7 +136,7 @@ def _answers(run: RunData, rows: Sequence[Json]) -> Iterator[tuple[str, Any]]:
     yield "config", _config(run.config())
     for kind in ("train", "val"):
         yield "rewards?" + urlencode({"kind": kind}), run.rewards(kind)
-        yield "tasks?" + urlencode({"kind": kind}), run.tasks(kind)
+        yield "tasks?" + urlencode({"kind": kind}), _tasks(run.tasks(kind), {row["task"] for row in rows})
     inside = {row["id"] for row in rows}
     for step in sorted({row["step"] for row in rows}):
         yield f"timeline/{step}", _timeline(run.timeline(step), inside)
@@ -159,6 +159,11 @@ def _timeline(full: Json, inside: Set[str]) -> Json:
 def _episode(full: Json) -> Json:
     """The episode without the paths at which a tokenizer was searched."""
     return {**full, "note": NO_TOKENIZER if full["note"] else ""}
+
+
+def _tasks(full: Json, inside: Set[str]) -> Json:
+    """The pass rates of all tasks, with the questions of those that were exported."""
+    return {**full, "tasks": [one if one["task"] in inside else {**one, "question": ""} for one in full["tasks"]]}
 
 
 def _config(full: Json) -> Json:

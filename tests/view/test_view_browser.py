@@ -13,7 +13,7 @@ from urllib.parse import quote
 import pytest
 import yaml
 from train_cases import run_tree, write_model, write_reward, write_tasks
-from view_cases import NASTY, make_episode, nasty_episode, served, write_run, write_step
+from view_cases import NASTY, go, make_episode, nasty_episode, served, write_run, write_step
 
 from benchmarks.browser import Browser
 from rally.chat import ChatCodec, tiny_tokenizer
@@ -24,13 +24,6 @@ from rally.view.run_data import open_runs
 
 PATIENCE = 8.0  # seconds beyond the promise, for a busy machine
 ROWS = "[...document.querySelectorAll('.rows .tr')].map(r => r.querySelector('.id').innerText)"
-
-
-def go(browser: Browser, url: str, ready: str) -> None:
-    """Opens a link in a fresh page, without state of the last one."""
-    browser.open("about:blank")
-    browser.open(url)
-    browser.wait(f"!!document.querySelector({json.dumps(ready)})")
 
 
 def wait_rows(browser: Browser, count: int) -> list[str]:

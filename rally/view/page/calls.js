@@ -52,7 +52,7 @@ function resultCard(result) {
   ];
   const told = result.response.text ?? (result.response.image ? "an image" : "");
   const rows = written(call);
-  if (told !== call.error) rows.push([call.error ? "told" : "result", told]);
+  if (!call.error || !told.includes(call.error)) rows.push([call.error ? "told" : "result", told]);
   return card(call, [status === "ok" ? "good" : "bad", status], facts, rows);
 }
 

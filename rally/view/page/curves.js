@@ -66,10 +66,10 @@ export function curvesView(root, app) {
   const logarithmic = () => app.place.params.get("log") === "1";
   const axis = h("button", { type: "button", class: "pill", title: "log axis (l)", onclick: switchAxis });
   put(axis, "log axis").ariaPressed = String(logarithmic());
-  const legend = h("div", { class: "parts" });
+  const legend = h("div", { class: "legend" });
   root.append(
     h("aside", null, h("label", { class: "slider" }, "Smoothing", slider), search, list),
-    h("div", { class: "stage" }, h("div", { class: "legend" }, axis, legend), cards),
+    h("div", { class: "stage" }, h("div", { class: "toolbar" }, axis, legend), cards),
   );
 
   function switchAxis() {

@@ -1,14 +1,17 @@
 """Rewards by step, pass rates by task, configurations and log axes: the data, and what a person sees of it."""
 
 import json
+import sqlite3
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from view_cases import go, make_episode, served, write_run, write_step
 
@@ -17,6 +20,7 @@ from rally.chat import ChatCodec, tiny_tokenizer
 from rally.track import RunFolder
 from rally.types import Episode, RallyError, StopReason
 from rally.view.page_export import write_export
+from rally.view.reward_tables import reward_histograms
 from rally.view.run_data import RunData, open_runs
 
 CODEC = ChatCodec(tiny_tokenizer())
@@ -39,14 +43,12 @@ def scored(step: int, rewards: Sequence[float | None], *, validate: bool = False
 numbers = st.integers(-3, 3).map(float) | st.floats(-5, 5) | st.floats(-1e300, 1e300)
 
 
-@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(rewards=st.lists(numbers | st.none(), min_size=1, max_size=25))
-def test_every_reward_is_counted_once_in_the_bin_that_holds_it(
-    tmp_path_factory: pytest.TempPathFactory, rewards: list[float | None]
-) -> None:
-    folder = RunFolder(tmp_path_factory.mktemp("run")).create()
-    folder.log_episodes(1, scored(1, rewards))
-    found = opened(folder.path).rewards("train")
+@given(st.lists(numbers | st.none(), min_size=1, max_size=25))
+def test_every_reward_is_counted_once_in_the_bin_that_holds_it(rewards: list[float | None]) -> None:
+    with closing(sqlite3.connect(":memory:")) as db:
+        db.execute("CREATE TABLE episodes(step, validate, baseline, reward)")
+        db.executemany("INSERT INTO episodes VALUES (1, 0, 0, ?)", [(reward,) for reward in rewards])
+        found = reward_histograms(db, "train")
     [[step, unscored, counts]] = found["steps"]
     assert (step, unscored) == (1, rewards.count(None))
     assert sum(counts) == len(rewards) - unscored and len(counts) == len(found["bins"])
@@ -189,10 +191,10 @@ def test_configurations_are_compared_and_searched(browser: Browser, page: str) -
     shown = browser.evaluate(rows)
     assert shown[0] == "actor.lr 0.1 0.2" and shown[1].startswith("model.path")
     browser.click(".toolbar .pill")
-    browser.wait("document.querySelector('.config').dataset.keys === '3'")
+    browser.wait("document.querySelector('.config.card').dataset.keys === '3'")
     browser.press("/")
     browser.type("clip")
-    browser.wait("document.querySelector('.config').dataset.keys === '1'")
+    browser.wait("document.querySelector('.config.card').dataset.keys === '1'")
     assert browser.evaluate(rows) == ["actor.clip 0.2 0.2"]
     assert "all=1&text=clip" in browser.evaluate("location.hash")
 
@@ -208,7 +210,7 @@ def test_a_log_axis_says_what_it_cannot_show(browser: Browser, page: str) -> Non
     assert browser.evaluate(ticks) == ["1e-4", "0.001", "0.01", "0.1"]
     circles = "[...document.querySelectorAll('[data-metric=loss] .spot')].map(c => Number(c.getAttribute('cy')))"
     heights = browser.evaluate(circles)[:4]
-    gaps = [round(b - a, 3) for a, b in zip(heights, heights[1:], strict=False)]
+    gaps = [round(b - a, 3) for a, b in pairwise(heights)]
     assert len(set(gaps)) == 1, "equal factors are equal distances"
     go(browser, page + "#/curves?m=loss&log=1", "[data-metric=loss] .left-out")
     browser.click(".toolbar .pill")

@@ -290,11 +290,14 @@ def test_texts_that_would_act_are_inert(browser: Browser, tmp_path: Path, export
     folder.log_episodes(3, [nasty_episode(long)])
     folder.log_metrics(3, {NASTY: 1.0, "critic/rewards/mean": 0.5})
     folder.log_phase(3, NASTY, 1.0, 2.0)
+    folder.save_config(yaml.safe_dump({NASTY: NASTY, "model": {"path": "/nowhere"}}))
     name = quote(long[:300], safe="")
     links = {
         "": ".chart", f"#/curves?m={quote(NASTY, safe='')}": ".chart", "#/timeline?step=3": "canvas[data-episodes]",
         "#/episodes?step=3": ".rows a[href]", f"#/episode?id={name}": ".turn", f"#/group?group={name}": ".side section",
         f"#/compare?task={name}": ".diff", f"#/{name}": ".chart", f"#/episodes?text={name}&group={name}": ".filters",
+        f"#/tasks?text={name[:30]}": ".tasklist[data-tasks]", "#/tasks": ".tasklist .task", "#/config": ".keys code",
+        "#/rewards?step=3": ".bars",
     }  # fmt: skip
     with served(folder.path) as url:
         if exported:

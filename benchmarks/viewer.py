@@ -209,7 +209,12 @@ def measure_pages(url: str) -> None:
     row = ask(url + "api/runs/0/rows?limit=1")["rows"][0]
     link = url + "api/runs/0/episode?" + urlencode({"id": row["id"]})
     report("one episode, read by seek", f"{median_ms(lambda: ask(link)):.1f} ms")
-    report("facets (steps, stop reasons, sources)", f"{median_ms(lambda: ask(url + 'api/runs/0/facets')):.1f} ms")
+    for name, path in (
+        ("facets (steps, stop reasons, sources)", "facets"),
+        ("rewards of all training steps", "rewards?kind=train"),
+        ("pass rates of all training tasks", "tasks?kind=train"),
+    ):
+        report(name, f"{median_ms(lambda path=path: ask(url + 'api/runs/0/' + path)):.1f} ms")
 
 
 SCROLL = """new Promise((done) => {

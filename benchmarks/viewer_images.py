@@ -1,7 +1,9 @@
-"""Makes the pictures of docs/viewer.md: screenshots by Chromium of the given run folder.
+"""Makes the pictures of docs/viewer.md: screenshots by Chromium of the given run folders.
 
     rally demo --out runs/demo
-    python -m benchmarks.viewer_images runs/demo
+    python -m benchmarks.viewer_images runs/demo [runs/agents]
+
+The second run is one of `benchmarks/branching_agent.py`; without it the pictures of agents stay as they are.
 
 Needs Chromium (`make chromium`) and Pillow, which compresses the files.
 """
@@ -11,6 +13,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,7 +55,19 @@ def shots(run: RunData) -> list[Shot]:
         ),
         Shot("viewer_group", f"#/group?group={group}&color=advantage", ".side .t"),
         Shot("viewer_compare", "#/compare", ".diff"),
+        Shot("viewer_rewards", "#/rewards?kind=val&step=10", ".bars a"),
+        Shot("viewer_tasks", "#/tasks?kind=val&sort=last", ".tasklist .task"),
         Shot("viewer_dark", f"#/timeline?step={last}", "canvas[data-episodes]", dark=True),
+    ]
+
+
+def agent_shots(run: RunData) -> list[Shot]:
+    """Views of the run of an agent, which is the first, beside the demo."""
+    rows = run.rows({"step": "1", "kind": "train", "stop": "stop", "turns": "10..", "limit": "1"})["rows"]
+    return [
+        Shot("viewer_branches", f"#/episode?id={rows[0]['id']}", ".treemap"),
+        Shot("viewer_agents", "#/timeline?step=1", "canvas[data-episodes]"),
+        Shot("viewer_config", "#/config", ".keys code"),
     ]
 
 
@@ -64,8 +79,8 @@ def _mixed_group(rows: list[dict[str, Any]]) -> str:
     return min((group for group in rewards if sum(rewards[group]) > 1), key=lambda group: sum(rewards[group]))
 
 
-def serve(run: RunData) -> tuple[uvicorn.Server, str]:
-    server = uvicorn.Server(uvicorn.Config(create_app([run]), port=0, log_level="warning"))
+def serve(*runs: RunData) -> tuple[uvicorn.Server, str]:
+    server = uvicorn.Server(uvicorn.Config(create_app(runs), port=0, log_level="warning"))
     threading.Thread(target=server.run, daemon=True).start()
     while not server.started:
         time.sleep(0.05)
@@ -102,13 +117,21 @@ def small(picture: Image.Image) -> Image.Image:
 
 
 def main() -> None:
-    [run] = open_runs([Path(sys.argv[1])])
-    run.indexer.catch_up()
+    demo, *agents = open_runs([Path(path) for path in sys.argv[1:]])
+    for run in (demo, *agents):
+        run.indexer.catch_up()
     IMAGES.mkdir(exist_ok=True)
-    server, url = serve(run)
-    for dark in (False, True):
+    make((demo,), shots(demo))
+    if agents:
+        make((*agents, demo), agent_shots(agents[0]))
+
+
+def make(runs: Sequence[RunData], wanted: Sequence[Shot]) -> None:
+    """The pictures over these runs."""
+    server, url = serve(*runs)
+    for dark in {shot.dark for shot in wanted}:
         with Browser(*SIZE, dark=dark) as browser:
-            for shot in shots(run):
+            for shot in wanted:
                 if shot.dark == dark:
                     take(browser, url, shot)
     server.should_exit = True

@@ -464,9 +464,19 @@ class ToolResult:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ToolAnswer:
+    """A tool message of an agent behind the gateway. The agent ran the tool itself, so that status and duration are not
+    known. `call` is the call that it answers; None if it names none of the last turn."""
+
+    text: str
+    call: ToolCall | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Turn:
     """One turn of an episode. It covers the response tokens [start, end) of a segment: sampled tokens of an assistant
-    turn, observed tokens of a tool or user turn.
+    turn, observed tokens of a tool or user turn. The results of calls that Rally ran are `tool_results`, the answers of
+    an agent that runs its own tools are `tool_answers`.
 
     The turn began `started` seconds after the episode (`Episode.timings["started"]`, Unix time) and took `seconds`.
     Counted from its start, the engine began after `queued` and returned the first token after `first_token` seconds; 0
@@ -486,6 +496,7 @@ class Turn:
     seconds: float = 0.0
     queued: float = 0.0
     first_token: float = 0.0
+    tool_answers: tuple[ToolAnswer, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

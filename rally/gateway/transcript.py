@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from rally.chat import ChatCodec, TemplateError
-from rally.types import Generation, Message, RallyError, Segment, ToolCall, Turn
+from rally.types import Generation, Message, RallyError, Segment, ToolAnswer, ToolCall, Turn
 
 
 class MessageError(RallyError):
@@ -172,6 +172,13 @@ class SampledTurn:
         return self.end == len(self.branch.segment.response_ids) and not self.branch.sampling
 
 
+def _answer(message: Message, after: SampledTurn) -> ToolAnswer:
+    """A tool message, with the call of the turn that it answers. Well-formed calls are numbered in canonical form."""
+    turn = next(turn for turn in after.branch.turns if turn.role == "assistant" and turn.end == after.end)
+    calls = {f"call_{n}": call for n, call in enumerate(call for call in turn.tool_calls if call.error is None)}
+    return ToolAnswer(text=str(message["content"]), call=calls.get(message.get("tool_call_id", "")))
+
+
 class Draft(NamedTuple):
     """Where a new turn goes: in `branch`, after the tokens `observed`, which follow the turn `after`."""
 
@@ -319,8 +326,8 @@ class Transcript:
 
     def _observed_turn(self, draft: Draft, after: SampledTurn, started: float) -> Turn:
         messages = draft.conversation.messages[draft.conversation.answered :]
-        answers = sum(message["role"] == "tool" for message in messages)
-        self.counts["tool_answers"] += answers
+        answers = tuple(_answer(message, after) for message in messages if message["role"] == "tool")
+        self.counts["tool_answers"] += len(answers)
         start = len(draft.branch.segment.response_ids)
         return Turn(
             role="tool" if answers else "user",
@@ -329,6 +336,7 @@ class Transcript:
             end=start + len(draft.observed),
             started=after.at - self._began,
             seconds=started - after.at,
+            tool_answers=answers,
         )
 
     def _sampled_turn(

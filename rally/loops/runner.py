@@ -117,6 +117,7 @@ class Runner:
         """Run one job. `ends_at` is the deadline of the step, by time.perf_counter."""
         if job.baseline:
             sampling = sampling.greedy()
+        lost: list[Episode] = []
         for attempt in range(self.max_retries + 1):
             started, began = time.time(), time.perf_counter()
             server = EpisodeServer(self.engine, defaults=sampling, seed=job.seed, session=job.episode_id)
@@ -124,12 +125,13 @@ class Runner:
             try:
                 output = await self._attempt(job, sampling, server, began, ends_at)
                 timings = {"started": started, "total": time.perf_counter() - began}
-                return self._finished(job, output, server, timings, attempt)
+                return _with_lost(self._finished(job, output, server, timings, attempt), lost)
             except BaseException as failure:  # user code; the failure becomes a counted, named episode
                 if is_keyboard(failure) or _is_cancelled(failure):
                     raise
                 timings = {"started": started, "total": time.perf_counter() - began}
-                failed = self._failed(job, failure, server, timings, attempt)
+                failed = _with_lost(self._failed(job, failure, server, timings, attempt), lost)
+                lost.append(failed)
             if ends_at is not None and time.perf_counter() >= ends_at:  # no time is left for a retry
                 break
         return failed
@@ -238,6 +240,12 @@ class Runner:
 def _played(task: Task, output: AgentLoopOutput | None) -> Task:
     """The task with the prompt that was played, if the loop wrote it."""
     return replace(task, prompt=tuple(output.prompt_messages)) if output and output.prompt_messages else task
+
+
+def _with_lost(episode: Episode, lost: Sequence[Episode]) -> Episode:
+    """The episode with the errors and transcripts of the attempts before it."""
+    attempts = [{"error": e.error, "turns": [{"role": t.role, "text": t.text} for t in e.turns]} for e in lost]
+    return replace(episode, extra={**episode.extra, "failed_attempts": attempts}) if attempts else episode
 
 
 def _is_cancelled(failure: BaseException) -> bool:

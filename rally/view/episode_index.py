@@ -25,14 +25,15 @@ from rally.util.private_files import cache_folder, private_folder
 from rally.view.episode_rows import COLUMNS, Summary, searched, summarize
 
 NAME = ".view.sqlite"
-FORMAT = 1  # PRAGMA user_version; an index of another format is rebuilt
+FORMAT = 2  # PRAGMA user_version; an index of another format is rebuilt
 CHUNK = 256  # episodes per transaction
 WAIT = 30.0  # seconds for another viewer's transaction
 
-# One for each sort order of the table, and a covering one for the facets.
+# One for each sort order of the table, and covering ones for the facets and rewards of steps and of tasks.
 _SORTED = (
     "file", "id", "grp", "task", "source", "step", "validate", "ifnull(reward, -9e999)", "stop", "turns", "calls",
-    "errors", "sampled", "tokens", "seconds", "step, validate, reward",
+    "errors", "sampled", "tokens", "seconds", "step, validate, baseline, reward",
+    "validate, baseline, task, step, score",
 )  # fmt: skip
 _INDEXES = "\n".join(f"CREATE INDEX sorted_{n} ON episodes({columns});" for n, columns in enumerate(_SORTED))
 _SCHEMA = f"""

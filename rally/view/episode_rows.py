@@ -6,7 +6,7 @@ Lines are read as JSON, not as `Episode` objects, so that records of older and n
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rally.track.run_folder.episode_json import Opaque, restore
@@ -20,8 +20,9 @@ Lane = tuple[str, float, float]
 
 
 class Summary(NamedTuple):
-    """The columns of the table. `started` is the start of the first lane in Unix seconds, or None if the record has no
-    times; `lanes` are relative to it."""
+    """The columns of the table. `score` decides whether the episode passed: `acc` where the reward function reports it,
+    as in the core metric of a validation, else the reward. `started` is the start of the first lane in Unix seconds, or
+    None if the record has no times; `lanes` are relative to it."""
 
     id: str
     step: int
@@ -31,6 +32,7 @@ class Summary(NamedTuple):
     task: str
     source: str
     reward: float | None
+    score: float | None
     stop: str
     turns: int
     calls: int
@@ -84,6 +86,7 @@ def summarize(episode: Json) -> Summary:
         task=text_of(episode["task"]["id"]),
         source=text_of(episode["task"]["data_source"]),
         reward=_finite(episode["reward"]),
+        score=_score(episode),
         stop=episode["stop_reason"],
         turns=len(turns) + 1,
         calls=len(results),
@@ -142,27 +145,52 @@ def _finite(value: Any) -> float | None:
     return float(value) if isinstance(value, (int, float)) else None
 
 
+def _score(episode: Json) -> float | None:
+    reward, info = _finite(episode["reward"]), episode["reward_info"]
+    reported = _finite(info.get("acc")) if isinstance(info, dict) and reward is not None else None
+    return reward if reported is None else reported
+
+
 def _seconds(times: Mapping[str, Any], name: str) -> float:
     """A time, 0 if an older record lacks it."""
     return _finite(times.get(name)) or 0.0
 
 
 def _lanes(episode: Json) -> Iterator[Lane]:
-    """The lanes of all turns, and of scoring at the end."""
-    began = end = _seconds(episode["timings"], "started")
-    for turn in episode["turns"]:
-        if (took := _seconds(turn, "seconds")) > 0:
-            start = began + _seconds(turn, "started")
-            end = start + took
-            yield from _turn_lanes(turn, start, end)
-    if (score := _seconds(episode["timings"], "score")) > 0 and episode["turns"]:
+    """The lanes of all turns, and of scoring at the end. What an agent behind the gateway does between its requests is
+    `agent`; what an environment does to begin and to answer is `env`."""
+    extra, times = episode.get("extra"), episode["timings"]
+    own = extra if isinstance(extra, dict) else {}
+    began = _seconds(times, "started")
+    spans = [(turn, began + _seconds(turn, "started"), _seconds(turn, "seconds")) for turn in episode["turns"]]
+    spans = [(turn, start, start + took) for turn, start, took in spans if took > 0]
+    engine = [lane for turn, start, end in spans if turn["role"] == "assistant" for lane in _sampling(turn, start, end)]
+    end = max((end for _, _, end in spans), default=began)
+    yield from engine
+    if isinstance(own.get("agent"), dict):
+        end = max(end, began + _seconds(times, "total"))
+        yield from (("agent", since, until) for since, until in _gaps(engine, began, end))
+    else:
+        other = "env" if isinstance(own.get("environment"), dict) else None
+        if other and spans:
+            yield other, began, min(start for _, start, _ in spans)  # it writes the prompt
+        yield from ((other or turn["role"], start, end) for turn, start, end in spans if turn["role"] != "assistant")
+    if (score := _seconds(times, "score")) > 0 and episode["turns"]:
         yield "score", end, end + score
 
 
-def _turn_lanes(turn: Mapping[str, Any], start: float, end: float) -> Iterator[Lane]:
-    if turn["role"] != "assistant":
-        yield turn["role"], start, end
-        return
+def _gaps(lanes: Sequence[Lane], start: float, end: float) -> Iterator[tuple[float, float]]:
+    """The times between `start` and `end` that no lane covers; requests of an agent may overlap."""
+    at = start
+    for _, since, until in sorted(lanes, key=lambda lane: lane[1]):
+        if since > at:
+            yield at, since
+        at = max(at, until)
+    if end > at:
+        yield at, end
+
+
+def _sampling(turn: Mapping[str, Any], start: float, end: float) -> Iterator[Lane]:
     begun = min(end, start + _seconds(turn, "queued"))
     first = min(end, max(begun, start + _seconds(turn, "first_token")))
     for kind, since, until in (("queue", start, begun), ("prefill", begun, first), ("decode", first, end)):

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import closing
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urlencode
 
@@ -133,6 +133,10 @@ def _answers(run: RunData, rows: Sequence[Json]) -> Iterator[tuple[str, Any]]:
     yield "metrics", run.metrics()
     yield "rows", rows
     yield "facets", _facets(rows)
+    yield "config", _config(run.config())
+    for kind in ("train", "val"):
+        yield "rewards?" + urlencode({"kind": kind}), run.rewards(kind)
+        yield "tasks?" + urlencode({"kind": kind}), _tasks(run.tasks(kind), {row["task"] for row in rows})
     inside = {row["id"] for row in rows}
     for step in sorted({row["step"] for row in rows}):
         yield f"timeline/{step}", _timeline(run.timeline(step), inside)
@@ -157,6 +161,24 @@ def _episode(full: Json) -> Json:
     return {**full, "note": NO_TOKENIZER if full["note"] else ""}
 
 
+def _tasks(full: Json, inside: Set[str]) -> Json:
+    """The pass rates of all tasks, with the questions of those that were exported."""
+    return {**full, "tasks": [one if one["task"] in inside else {**one, "question": ""} for one in full["tasks"]]}
+
+
+def _config(full: Json) -> Json:
+    """The configuration with the names of files and without their folders, which are those of this machine."""
+    return {**full, "keys": [[key, _without_folders(value)] for key, value in full["keys"]]}
+
+
+def _without_folders(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_folders(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _without_folders(item) for key, item in value.items()}
+    return f"…/{PurePath(value).name}" if isinstance(value, str) and PurePath(value).is_absolute() else value
+
+
 def _facets(rows: Sequence[Json]) -> Json:
     """The facets of the exported rows."""
     steps = sorted({(row["step"], row["validate"]) for row in rows})
@@ -175,6 +197,7 @@ def _note(run: RunData, rows: Sequence[Json], asked: str) -> str:
     what = asked or ", ".join(f"{'validation' if validate else 'training'} step {step}" for validate, step in kinds)
     left = f"; {count - len(rows):,} were left out" if count > len(rows) else ""
     return (
-        f"{run.name}, exported {time.strftime('%Y-%m-%d %H:%M')}: all metrics, and {len(rows):,} of {count:,} episodes "
+        f"{run.name}, exported {time.strftime('%Y-%m-%d %H:%M')}: all metrics and rewards, the configuration without "
+        f"folders of this machine, and {len(rows):,} of {count:,} episodes "
         f"({what or 'none'}){left}."
     )

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
+
+from rally.redact import redact_tree
 from rally.track.display_text import one_line
 from rally.track.run_folder.folder import ImageFolder
 from rally.types import RallyError
@@ -17,9 +20,12 @@ from rally.util.jsonl import StepLinesTail
 from rally.view.episode_index import Index, Indexer
 from rally.view.episode_query import PAGE, Query, QueryError
 from rally.view.episode_rows import shown
+from rally.view.reward_tables import pass_rates, reward_histograms
+from rally.view.segment_tree import continued_segments
 from rally.view.token_text import TokenizerLookup, find_tokenizer, given_tokenizer, pieces
 
 Json = dict[str, Any]
+CONFIG = "config.yaml"
 PAGING = ("after", "skip", "limit", "count")
 
 
@@ -57,7 +63,8 @@ class RunData:
             self._phases.read()
             steps = self._metrics.rows[-1]["step"] if self._metrics.rows else None
             metrics, phases = [len(self._metrics.rows), self._metrics.bad], len(self._phases.rows)
-        return {"name": self.name, "step": steps, "metrics": metrics, "phases": phases, **self.indexer.progress()}
+        progress = {"name": self.name, "step": steps, "metrics": metrics, "phases": phases}
+        return {**progress, "config": _stamp(self.path / CONFIG), **self.indexer.progress()}
 
     def metrics(self, wanted: Collection[str] | None = None) -> Json:
         """The steps, all names, and the values of the `wanted` names (by default all), null where missing."""
@@ -83,6 +90,30 @@ class RunData:
                     "SELECT source, count(*) FROM episodes GROUP BY source ORDER BY 2 DESC"
                 ).fetchall(),
             }
+
+    def rewards(self, kind: str) -> Json:
+        """The distribution of the rewards of each step, of training or validation."""
+        with self.index.opened() as db:
+            return reward_histograms(db, kind)
+
+    def tasks(self, kind: str, threshold: str = "") -> Json:
+        """How often each task was passed at each step, of training or validation."""
+        with self.index.opened() as db:
+            return pass_rates(db, kind, threshold)
+
+    def config(self) -> Json:
+        """The resolved configuration and the versions of the run as [key, value] with dotted keys, without secrets;
+        `note` says what is missing."""
+        keys, notes = dict[str, Any](), list[str]()
+        for name, prefix in ((CONFIG, ""), ("versions.json", "versions")):
+            try:
+                tree = yaml.safe_load((self.path / name).read_text(encoding="utf-8"))  # JSON is YAML
+                keys |= dict(_leaves(redact_tree(tree), prefix))
+            except FileNotFoundError:
+                notes.append(f"{self.name} has no {name}.")
+            except (*UNREADABLE, yaml.YAMLError) as problem:
+                notes.append(f"{name} of {self.name} cannot be read ({type(problem).__name__}).")
+        return {"keys": [[key, shown(value)] for key, value in keys.items()], "note": " ".join(notes)}
 
     def rows(self, params: Mapping[str, str]) -> Json:
         """A page of the table; with `count`, also the number of rows."""
@@ -142,6 +173,8 @@ class RunData:
             note = f"{note} The advantages in advantages/{file} are damaged ({reason(problem)}).".strip()
         try:
             segments = [self._segment(segment, advantages[n : n + 1]) for n, segment in enumerate(recorded["segments"])]
+            for segment, parent in zip(segments, _parents(segments), strict=True):
+                segment["continues"] = parent
             rest = {key: shown(value) for key, value in recorded.items() if key != "segments"}
         except UNREADABLE as problem:
             raise NotRecorded(f"the episode {name} in {file} is damaged ({type(problem).__name__})") from problem
@@ -177,6 +210,28 @@ class RunData:
                 found = [json.loads(line) for line in lines]
             self._advantages = key, {one["id"]: one["segments"] for one in found}
         return self._advantages[1]
+
+
+def _parents(segments: Sequence[Json]) -> list[Json | None]:
+    found = continued_segments([(segment["prompt_ids"], segment["response_ids"]) for segment in segments])
+    return [None if one is None else one._asdict() for one in found]
+
+
+def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """The values of a tree by dotted keys. Lists and empty mappings are values."""
+    if isinstance(value, dict) and (value or not key):
+        for name, item in value.items():
+            yield from _leaves(item, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, value
+
+
+def _stamp(path: Path) -> int | None:
+    """The time of the last change of a file; None if there is none."""
+    try:
+        return path.stat().st_mtime_ns // 1000  # exact as a JavaScript number
+    except OSError:
+        return None
 
 
 def _span(start: int, rows: int, columns: int, image: Json) -> Json:

@@ -122,6 +122,12 @@ def create_app(runs: Sequence[RunData], token: str | None = None) -> Starlette:
         Route("/api/state", _json(state)),
         Route("/api/runs/{run:int}/metrics", _json(lambda r: _run(runs, r).metrics(r.query_params.getlist("name")))),
         Route("/api/runs/{run:int}/facets", _json(lambda r: _run(runs, r).facets())),
+        Route("/api/runs/{run:int}/config", _json(lambda r: _run(runs, r).config())),
+        Route("/api/runs/{run:int}/rewards", _json(lambda r: _run(runs, r).rewards(r.query_params.get("kind", "")))),
+        Route(
+            "/api/runs/{run:int}/tasks",
+            _json(lambda r: _run(runs, r).tasks(r.query_params.get("kind", ""), r.query_params.get("pass", ""))),
+        ),
         Route("/api/runs/{run:int}/rows", _json(lambda r: _run(runs, r).rows(dict(r.query_params)))),
         Route("/api/runs/{run:int}/beside", _json(lambda r: _run(runs, r).beside(dict(r.query_params)))),
         Route(

@@ -13,7 +13,7 @@ from urllib.parse import quote
 import pytest
 import yaml
 from train_cases import run_tree, write_model, write_reward, write_tasks
-from view_cases import NASTY, make_episode, nasty_episode, served, write_run, write_step
+from view_cases import NASTY, go, make_episode, nasty_episode, served, write_run, write_step
 
 from benchmarks.browser import Browser
 from rally.chat import ChatCodec, tiny_tokenizer
@@ -24,13 +24,6 @@ from rally.view.run_data import open_runs
 
 PATIENCE = 8.0  # seconds beyond the promise, for a busy machine
 ROWS = "[...document.querySelectorAll('.rows .tr')].map(r => r.querySelector('.id').innerText)"
-
-
-def go(browser: Browser, url: str, ready: str) -> None:
-    """Opens a link in a fresh page, without state of the last one."""
-    browser.open("about:blank")
-    browser.open(url)
-    browser.wait(f"!!document.querySelector({json.dumps(ready)})")
 
 
 def wait_rows(browser: Browser, count: int) -> list[str]:
@@ -297,11 +290,14 @@ def test_texts_that_would_act_are_inert(browser: Browser, tmp_path: Path, export
     folder.log_episodes(3, [nasty_episode(long)])
     folder.log_metrics(3, {NASTY: 1.0, "critic/rewards/mean": 0.5})
     folder.log_phase(3, NASTY, 1.0, 2.0)
+    folder.save_config(yaml.safe_dump({NASTY: NASTY, "model": {"path": "/nowhere"}}))
     name = quote(long[:300], safe="")
     links = {
         "": ".chart", f"#/curves?m={quote(NASTY, safe='')}": ".chart", "#/timeline?step=3": "canvas[data-episodes]",
         "#/episodes?step=3": ".rows a[href]", f"#/episode?id={name}": ".turn", f"#/group?group={name}": ".side section",
         f"#/compare?task={name}": ".diff", f"#/{name}": ".chart", f"#/episodes?text={name}&group={name}": ".filters",
+        f"#/tasks?text={name[:30]}": ".tasklist[data-tasks]", "#/tasks": ".tasklist .task", "#/config": ".keys code",
+        "#/rewards?step=3": ".bars",
     }  # fmt: skip
     with served(folder.path) as url:
         if exported:

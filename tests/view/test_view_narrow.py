@@ -36,7 +36,7 @@ def test_nothing_of_the_bar_is_cut_or_covered(window: Browser, page: str, width:
     window.wait("!!document.querySelector('.diff, .empty') && !!document.getElementById('live').textContent")
     assert window.evaluate(UNREACHABLE) == []
     assert window.evaluate("document.documentElement.scrollWidth") == width
-    assert len(window.evaluate("[...document.querySelectorAll('#bar nav a')].map((a) => a.textContent)")) == 4
+    assert len(window.evaluate("[...document.querySelectorAll('#bar nav a')].map((a) => a.textContent)")) == 7
 
 
 def test_a_name_that_is_cut_can_be_read(window: Browser, tmp_path: Path) -> None:

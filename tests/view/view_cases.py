@@ -1,5 +1,6 @@
 """A realistic small run on disk, a viewer over it, and texts that try to inject markup."""
 
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import uvicorn
 
+from benchmarks.browser import Browser
 from rally.chat import ChatCodec, tiny_tokenizer
 from rally.track import AdvantageSpan, RunFolder
 from rally.types import (
@@ -151,6 +153,13 @@ def nasty_episode(text: str) -> Episode:
         error=short,
         stop_reason=StopReason.ERROR,
     )
+
+
+def go(browser: Browser, url: str, ready: str) -> None:
+    """Opens a link in a fresh page, without state of the last one."""
+    browser.open("about:blank")
+    browser.open(url)
+    browser.wait(f"!!document.querySelector({json.dumps(ready)})")
 
 
 @contextmanager

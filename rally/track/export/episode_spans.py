@@ -131,7 +131,7 @@ def _turns(episode: Episode, began: float, decode: Decode | None) -> Iterator[Sp
             end=start + turn.seconds,
             parent=0,
             outputs={"text": turn.text, "reward": _json(turn.reward)},
-            attributes=attributes,
+            attributes=attributes | ({"tool_answers": _answers(turn)} if turn.tool_answers else {}),
         )
         for result in turn.tool_results:
             place += 1
@@ -216,6 +216,13 @@ def _with_texts(value: Any) -> Any:
 
 def _messages(messages: Iterable[Message]) -> list[Json]:
     return [_json(message) for message in messages]
+
+
+def _answers(turn: Turn) -> list[Json]:
+    """The tool messages of an agent, with the calls that they answer."""
+    return [
+        {"text": _json(one.text), "call": None if one.call is None else _call(one.call)} for one in turn.tool_answers
+    ]
 
 
 def _call(call: ToolCall) -> Json:

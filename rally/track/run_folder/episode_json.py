@@ -25,6 +25,7 @@ from rally.types import (
     Segment,
     StopReason,
     Task,
+    ToolAnswer,
     ToolCall,
     ToolResponse,
     ToolResult,
@@ -278,6 +279,7 @@ def _turn_to_json(turn: Turn) -> Json:
         turn,
         tool_calls=[_fields(c) for c in turn.tool_calls],
         tool_results=[_result_to_json(r) for r in turn.tool_results],
+        tool_answers=[_answer_to_json(a) for a in turn.tool_answers],
     )
 
 
@@ -285,11 +287,21 @@ def _turn_from_json(value: Json) -> Turn:
     built = {
         "tool_calls": tuple(ToolCall(**_restored(c)) for c in value["tool_calls"]),
         "tool_results": tuple(_result_from_json(r) for r in value["tool_results"]),
+        "tool_answers": tuple(_answer_from_json(a) for a in value.get("tool_answers", ())),
     }
     turn = Turn(**_restored(value, built))
     if not isinstance(turn.role, str) or not isinstance(turn.text, str):
         raise TypeError("a turn has no role or no text")
     return turn
+
+
+def _answer_to_json(answer: ToolAnswer) -> Json:
+    return _fields(answer, call=None if answer.call is None else _fields(answer.call))
+
+
+def _answer_from_json(value: Json) -> ToolAnswer:
+    call = value["call"]
+    return ToolAnswer(**_restored(value, {"call": None if call is None else ToolCall(**_restored(call))}))
 
 
 def _result_to_json(result: ToolResult) -> Json:

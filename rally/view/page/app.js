@@ -2,11 +2,14 @@
 
 import { exported, get } from "./api.js";
 import { compareView } from "./compare.js";
+import { configView } from "./config.js";
 import { curvesView } from "./curves.js";
 import { count, h, hideTip, put } from "./dom.js";
 import { episodeView } from "./episode.js";
 import { groupView } from "./group.js";
+import { rewardsView } from "./rewards.js";
 import { tableView } from "./table.js";
+import { tasksView } from "./tasks.js";
 import { timelineView } from "./timeline.js";
 
 const EVERY = 1000; // ms between two looks at a running training
@@ -15,18 +18,23 @@ const VIEWS = {
   timeline: { name: "Timeline", make: timelineView },
   episodes: { name: "Episodes", make: tableView },
   compare: { name: "Compare", make: compareView },
+  rewards: { name: "Rewards", make: rewardsView },
+  tasks: { name: "Tasks", make: tasksView },
+  config: { name: "Config", make: configView },
   episode: { make: episodeView },
   group: { make: groupView },
 };
 const TABS = Object.entries(VIEWS).filter(([, view]) => view.name);
 const KEYS = [
-  ["1 2 3 4", "curves, timeline, episodes, compare"],
+  ["1 … 7", "the views, from the left"],
   ["j k", "next, previous: row, episode or step"],
   ["Enter", "open the chosen row"],
   ["Esc", "back"],
   ["/", "search"],
   ["c", "colour tokens by the next thing"],
   ["g", "the group of this episode, side by side"],
+  ["s", "the next segment of this episode"],
+  ["l", "curves with a log axis"],
   ["d", "dark or light"],
   ["?", "this help"],
 ];
@@ -108,7 +116,7 @@ function runName(name) {
 }
 
 function changeRun(run) {
-  const keep = ["curves", "timeline", "episodes"].includes(app.place.view);
+  const keep = ["curves", "timeline", "episodes", "rewards", "tasks", "config"].includes(app.place.view);
   const params = keep ? Object.fromEntries(app.place.params) : {};
   location.hash = app.link(keep ? app.place.view : "episodes", { ...params, run });
 }

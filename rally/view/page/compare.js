@@ -1,6 +1,6 @@
 // The same task at two steps, or in two runs: turn beside turn, with what changed marked.
 
-import { episode, get, NO_EPISODES, rows } from "./api.js";
+import { episode, exported, get, NO_EPISODES, rows } from "./api.js";
 import { diff } from "./diff.js";
 import { told } from "./filters.js";
 import { clip, h, number, put, rewardChip, stopChip } from "./dom.js";
@@ -113,7 +113,7 @@ export function compareView(root, app) {
   async function ask() {
     const task = param("task") ?? (some ??= await someTask());
     const { options, recorded } = task ? await candidates(task) : { options: [] };
-    if (!options.length) return { options };
+    if (!options.length) return { options, task };
     const find = (key) => options.find((option) => option.key === key);
     // From an episode one looks at where its run came to; if this is it, at where it began.
     const left = find(param("a")) ?? options[0];
@@ -124,7 +124,10 @@ export function compareView(root, app) {
   }
 
   function draw({ task, options, recorded, left, right, a, b }) {
-    if (!options.length) return put(root, h("p", { class: "empty" }, NO_EPISODES));
+    if (!options.length) {
+      const none = task ? `No episode of ${clip(task, 80)} is ${exported ? "in this file" : "recorded"}.` : NO_EPISODES;
+      return put(root, h("p", { class: "empty" }, none));
+    }
     const [ta, tb] = [turnsOf(a), turnsOf(b)];
     const cells = Array.from({ length: Math.max(ta.length, tb.length) }, (_, n) => pair(ta[n], tb[n])).flat();
     const top = (name, option, one) =>

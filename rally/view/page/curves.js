@@ -63,11 +63,20 @@ export function curvesView(root, app) {
       drawCards();
     },
   });
+  const logarithmic = () => app.place.params.get("log") === "1";
+  const axis = h("button", { type: "button", class: "pill", title: "log axis (l)", onclick: switchAxis });
+  put(axis, "log axis").ariaPressed = String(logarithmic());
   const legend = h("div", { class: "legend" });
   root.append(
     h("aside", null, h("label", { class: "slider" }, "Smoothing", slider), search, list),
-    h("div", { class: "stage" }, legend, cards),
+    h("div", { class: "stage" }, h("div", { class: "toolbar" }, axis, legend), cards),
   );
+
+  function switchAxis() {
+    app.adjust({ log: logarithmic() ? "" : "1" });
+    axis.ariaPressed = String(logarithmic());
+    drawCards();
+  }
 
   const names = (of = data) => [...new Set(of.flatMap((one) => one.names))].sort();
   const chosen = (of = data) => {
@@ -117,6 +126,7 @@ export function curvesView(root, app) {
     const range = extent(steps);
     const options = {
       weight: weight(),
+      log: logarithmic(),
       range,
       open: (step) => app.go("timeline", { step }),
       point: (step) => charts.forEach((one) => one.mark(step)),
@@ -165,5 +175,9 @@ export function curvesView(root, app) {
     fail: (problem) => put(cards, h("p", { class: "empty" }, problem.message)),
   });
   view.load();
-  return { refresh: view.refresh, close: view.close };
+  return {
+    refresh: view.refresh,
+    key: (key) => key === "l" && (switchAxis(), true),
+    close: view.close,
+  };
 }

@@ -1,68 +1,40 @@
 // One episode as a conversation: what was asked, sampled, called and answered, token by token.
 
 import { beside, episode as fetchEpisode } from "./api.js";
-import { clip, h, number, put, rewardChip, seconds, stopChip } from "./dom.js";
+import { callCards } from "./calls.js";
+import { clip, count, h, number, put, rewardChip, seconds, stopChip } from "./dom.js";
 import { FILTERS } from "./filters.js";
 import { live } from "./live.js";
 import { colourBar, longText, repaint, scaleOf, segmentTokens, settled, tokenBlock } from "./tokens.js";
+import { childrenOf, excluded, promptParts, told, treeMap } from "./tree.js";
 
 const ROLES = { assistant: "policy", tool: "tool", user: "user", prompt: "prompt", between: "template" };
-
-function argumentsText(call) {
-  const pairs = Object.entries(call.arguments ?? {});
-  return pairs
-    .map(([name, value]) => name + ": " + (typeof value === "string" ? value : JSON.stringify(value)))
-    .join("\n");
-}
-
-function toolCard(result) {
-  const { call, status } = result;
-  const facts = [
-    seconds(result.seconds),
-    result.queued > 0.001 ? "waited " + seconds(result.queued) : null,
-    result.cached ? "from memory" : null,
-    result.truncated ? "answer cut" : null,
-    result.reward === null ? null : "reward " + number(result.reward),
-  ];
-  return h(
-    "div",
-    { class: "call" },
-    h(
-      "header",
-      null,
-      h("code", null, clip(call.name) || "(no name)"),
-      h("span", { class: "chip " + (status === "ok" ? "good" : "bad") }, status),
-      h("span", { class: "soft" }, facts.filter(Boolean).join(" · ")),
-    ),
-    h(
-      "dl",
-      null,
-      h("dt", null, "arguments"),
-      h("dd", null, longText(call.error ? call.error + "\n" + call.raw : argumentsText(call) || "none", "value")),
-      h("dt", null, "result"),
-      h("dd", null, longText(result.response.text ?? (result.response.image ? "an image" : ""), "value")),
-    ),
-  );
-}
 
 function picture(image) {
   const size = `${image.width} × ${image.height} pixels`;
   return h("img", { class: "picture", src: image.source, alt: "an image of " + size, title: size, loading: "lazy" });
 }
 
-function turnBlock(role, tokens, options, turn) {
+function credit(turn) {
+  if (turn?.reward === null || turn?.reward === undefined) return null;
+  const tone = turn.reward > 0 ? "good" : turn.reward < 0 ? "bad" : "";
+  return h("span", { class: "chip " + tone }, "reward " + (turn.reward > 0 ? "+" : "") + number(turn.reward));
+}
+
+// `turn` is absent for a prompt and for what lies between turns; `more` follows the tokens.
+function turnBlock(role, tokens, options, one = null, turn = null, more = null) {
   const facts = turn
     ? [
         turn.seconds ? seconds(turn.seconds) : null,
         turn.finish && turn.finish !== "stop" ? "finish " + turn.finish : null,
         turn.cached_tokens ? number(turn.cached_tokens) + " cached" : null,
-        turn.reward === null || turn.reward === undefined ? null : "reward " + number(turn.reward),
       ]
     : [];
   const untold = turn && tokens.length && tokens[0].text === undefined;
+  const cards = turn ? callCards(one, turn) : [];
   return h(
     "article",
-    { class: "turn " + role },
+    { class: "turn " + role, data: turn ? { turn: one.turns.indexOf(turn) } : {} },
     h(
       "header",
       null,
@@ -70,40 +42,105 @@ function turnBlock(role, tokens, options, turn) {
       h(
         "span",
         { class: "soft" },
-        `${number(tokens.length)} tokens`,
+        count(tokens.length, "token"),
         facts.filter(Boolean).map((fact) => " · " + fact),
       ),
+      credit(turn),
+      turn && excluded(one, turn) && h("span", { class: "chip warn" }, "excluded from training"),
     ),
-    turn?.tool_results.map(toolCard),
+    role === "assistant" ? null : cards,
     tokens.filter((token) => token.image).map(({ image }) => picture(image)),
     untold || (turn && !tokens.length) ? longText(turn.text) : null,
     tokens.length ? tokenBlock(tokens, options.mode, options.scale) : null,
+    role === "assistant" ? cards : null,
+    more,
   );
 }
 
 // Turns own stretches of response tokens; what lies between them is shown as well, so that nothing is hidden.
-export function conversation(one, options) {
-  const blocks = one.segments.flatMap((segment, n) => {
-    const { prompt, response } = segmentTokens(segment);
-    const parts = options.hidePrompt && n === 0 ? [] : [turnBlock("prompt", prompt, options)];
-    let at = 0;
-    for (const turn of one.turns.filter((turn) => turn.segment === n)) {
-      if (turn.start > at) parts.push(turnBlock("between", response.slice(at, turn.start), options));
-      parts.push(turnBlock(turn.role, response.slice(Math.max(at, turn.start), turn.end), options, turn));
-      at = Math.max(at, turn.end);
-    }
-    if (at < response.length) parts.push(turnBlock("between", response.slice(at), options));
-    const title = one.segments.length > 1 ? [h("h3", null, `segment ${n + 1} of ${one.segments.length}`)] : [];
-    return [...title, ...parts];
+function segmentBlocks(one, n, options) {
+  const segment = one.segments[n],
+    { response } = segmentTokens(segment),
+    { shared, own } = promptParts(segment, n, options);
+  const parts = [shared, own?.length ? turnBlock("prompt", own, options) : null];
+  let at = 0;
+  for (const turn of one.turns.filter((turn) => turn.segment === n)) {
+    if (turn.start > at) parts.push(turnBlock("between", response.slice(at, turn.start), options));
+    const tokens = response.slice(Math.max(at, turn.start), turn.end);
+    parts.push(turnBlock(turn.role, tokens, options, one, turn, branchNote(one, turn)));
+    at = Math.max(at, turn.end);
+  }
+  if (at < response.length) parts.push(turnBlock("between", response.slice(at), options));
+  return parts;
+}
+
+// At a turn that several segments continue: which others do.
+function branchNote(one, turn) {
+  const at = one.segments[turn.segment].prompt_ids.length + turn.end;
+  const here = childrenOf(one, turn.segment).filter((n) => {
+    const { kind, shared } = one.segments[n].continues;
+    return kind === "branch" && shared === at && turn.end > turn.start;
   });
-  const bare = one.segments.length ? [] : one.turns.map((turn) => turnBlock(turn.role, [], options, turn));
+  const links = here.map((n) => h("button", { type: "button", class: "plain", data: { jump: n } }, `segment ${n + 1}`));
+  return links.length ? h("p", { class: "branches" }, "↳ continued by ", links) : null;
+}
+
+// A segment and, below it, those that continue it. Rewritten histories follow one another; branches are set in.
+function segmentTree(one, n, options) {
+  const several = one.segments.length > 1,
+    { continues } = one.segments[n];
+  const title = h(
+    "h3",
+    null,
+    `segment ${n + 1} of ${one.segments.length}`,
+    h("span", null, told(one, n) && " · " + told(one, n)),
+  );
   return h(
+    "section",
+    { class: "segment" + (continues && continues.kind !== "rewritten" ? " inner" : ""), data: { segment: n } },
+    several && title,
+    segmentBlocks(one, n, options),
+    childrenOf(one, n).map((child) => segmentTree(one, child, options)),
+  );
+}
+
+function failedAttempts(one) {
+  const lost = Array.isArray(one.extra.failed_attempts) ? one.extra.failed_attempts : [];
+  return lost.map(({ error, turns }, n) =>
+    h(
+      "details",
+      { class: "attempt card" },
+      h("summary", null, `Attempt ${n + 1} failed: `, clip(error ?? "", 300)),
+      (turns ?? []).map(({ role, text }) =>
+        h("article", { class: "turn " + role }, h("header", null, h("b", null, ROLES[role] ?? role)), longText(text)),
+      ),
+      !turns?.length && h("p", { class: "soft" }, "Nothing was sampled in it."),
+    ),
+  );
+}
+
+export function conversation(one, options) {
+  const bare = one.segments.length ? [] : one.turns.map((turn) => turnBlock(turn.role, [], options, one, turn));
+  const element = h(
     "div",
     { class: "conversation" },
     one.error && h("div", { class: "error" }, longText(one.error)),
-    blocks,
+    failedAttempts(one),
+    childrenOf(one, null).map((root) => segmentTree(one, root, options)),
     bare,
   );
+  element.addEventListener("click", ({ target }) => {
+    if (target.dataset.jump) jumpTo(element.querySelector(`[data-segment="${target.dataset.jump}"]`));
+  });
+  return element;
+}
+
+// Where the reader looks next, also with the keyboard.
+function jumpTo(element) {
+  if (!element) return;
+  element.tabIndex = -1;
+  element.focus({ preventScroll: true });
+  element.scrollIntoView({ block: "start" });
 }
 
 function facts(pairs) {
@@ -132,6 +169,7 @@ function side(one) {
       name === "started" ? new Date(value * 1000).toLocaleString() : typeof value === "number" ? seconds(value) : value,
     ]),
   );
+  const { failed_attempts: _, ...more } = one.extra; // they are in the conversation
   const section = (title, content, open = true) => h("details", { open }, h("summary", null, title), content);
   const system = one.task.prompt.map((message) =>
     h(
@@ -158,7 +196,7 @@ function side(one) {
     ),
     section("Reward", facts({ reward: one.reward ?? "not scored", ...one.reward_info })),
     section("Times", facts(times)),
-    Object.keys(one.extra).length > 0 && section("More", facts(one.extra)),
+    Object.keys(more).length > 0 && section("More", facts(more)),
     section("Messages", system, false),
     Object.keys(one.task.extra_info).length > 0 && section("Row", facts(one.task.extra_info), false),
   );
@@ -214,8 +252,30 @@ export function episodeView(root, app) {
       ),
       bar.element,
       one.note && h("p", { class: "note" }, one.note),
-      h("div", { class: "columns" }, conversation(one, { mode: bar.mode, scale }), side(one)),
+      one.segments.length > 1 && treeMap(one, jump),
+      h("div", { class: "columns" }, conversation(one, shownBy()), side(one)),
     );
+  }
+
+  // Read when it is used: what is unfolded later has the colours of then.
+  const shownBy = () => ({
+    get mode() {
+      return bar.mode;
+    },
+    scale,
+  });
+
+  // To a turn, or to the segment of this number.
+  const jump = (to) =>
+    jumpTo(
+      root.querySelector(typeof to === "number" ? `[data-segment="${to}"]` : `[data-turn="${one.turns.indexOf(to)}"]`),
+    );
+
+  // The segment below the one that is at the top of the window.
+  function nextSegment() {
+    const all = [...root.querySelectorAll("[data-segment]")];
+    const here = all.findLastIndex((element) => element.contains(document.activeElement));
+    jumpTo(all[(here + 1) % all.length]);
   }
 
   function recolour(mode) {
@@ -252,6 +312,7 @@ export function episodeView(root, app) {
     j: () => move("after").catch(fail),
     k: () => move("before").catch(fail),
     c: () => bar?.next(),
+    s: () => nextSegment(),
     g: () => one && app.go("group", { group: one.group }),
     Escape: () => app.go("episodes", { ...table(), at: id }),
   };

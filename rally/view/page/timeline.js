@@ -10,6 +10,8 @@ const KINDS = {
   prefill: "reading the prompt",
   decode: "sampling",
   tool: "in a tool",
+  agent: "the agent by itself",
+  env: "in the environment",
   user: "simulated user",
   score: "being scored",
 };
@@ -20,7 +22,7 @@ const STRIP = 56,
   LEFT = 92,
   RIGHT = 12;
 
-// How many of the lanes are on the engine at each moment: [[from, to, n], ...], without gaps.
+// How many requests are on the engine at each moment: [[from, to, n], ...], without gaps.
 export function load(lanes) {
   const events = lanes.flatMap(([kind, start, end]) =>
     WORKING.has(kind)
@@ -69,7 +71,17 @@ function summary(ready) {
   const whole = ready.busy.at(-1)[1] - ready.busy[0][0];
   const mean = ready.busy.reduce((sum, [a, b, n]) => sum + (b - a) * n, 0) / whole;
   const share = `${seconds(idle)} of ${seconds(whole)} (${((100 * idle) / whole).toFixed(0)} %)`;
-  return `From the first to the last sampled token the engine had nothing to do for ${share}; ${number(mean, 1)} episodes were on it at a time.`;
+  const spent = Map.groupBy(
+    ready.episodes.flatMap((one) => one.spans),
+    (span) => span[0],
+  );
+  const parts = [...spent].map(([kind, spans]) => [kind, spans.reduce((sum, [, a, b]) => sum + b - a, 0)]);
+  const total = parts.reduce((sum, [, took]) => sum + took, 0);
+  const shares = parts
+    .sort((a, b) => b[1] - a[1])
+    .map(([kind, took]) => `${kind} ${((100 * took) / total).toFixed(0)} %`)
+    .join(", ");
+  return `From the first to the last sampled token the engine had nothing to do for ${share}; ${number(mean, 1)} requests were on it at a time. The time of the episodes: ${shares}.`;
 }
 
 export function timelineView(root, app) {
@@ -79,13 +91,7 @@ export function timelineView(root, app) {
   const head = h("div", { class: "toolbar" });
   const words = h("p", { class: "said" });
   const canvas = h("canvas", { role: "img", "aria-label": "phases and episodes of the step over time" });
-  const legend = h(
-    "div",
-    { class: "legend" },
-    Object.entries(KINDS).map(([kind, what]) =>
-      h("span", { class: "k-" + kind }, h("i"), kind, h("small", null, " " + what)),
-    ),
-  );
+  const legend = h("div", { class: "legend" });
   root.append(head, words, h("div", { class: "card lanes" }, canvas), legend);
 
   const steps = (of = facets) => [...new Set(of.steps.map((row) => row[0]))].sort((a, b) => a - b);
@@ -255,7 +261,7 @@ export function timelineView(root, app) {
         ["a click", "only this phase, or all"],
       ]);
     if (busy)
-      return showTip(event, busy[2] ? count(busy[2], "episode") + " on the engine" : "engine idle", [
+      return showTip(event, busy[2] ? count(busy[2], "request") + " on the engine" : "engine idle", [
         ["for", seconds(busy[1] - busy[0])],
       ]);
     if (!episode) return hideTip();
@@ -300,6 +306,12 @@ export function timelineView(root, app) {
 
   function showStep(data) {
     ready = prepare(data, validate(), app.place.params.get("phase"));
+    const kinds = new Set(ready.episodes.flatMap((one) => one.spans.map((span) => span[0])));
+    const known = Object.entries(KINDS).filter(([kind]) => kinds.has(kind));
+    put(
+      legend,
+      known.map(([kind, what]) => h("span", { class: "k-" + kind }, h("i"), kind, h("small", null, " " + what))),
+    );
     const absent = ready.episodes.filter((one) => one.inside === false).length;
     put(
       words,

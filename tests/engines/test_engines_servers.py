@@ -391,7 +391,6 @@ def test_a_python_without_the_engine_is_told_how_to_get_it() -> None:
     import sys
 
     from rally.engines.remote.launched_server import probe_package
-from rally.engines.remote.server_api import GenerationRequest, checked_generation
 
     with pytest.raises(EngineError, match=r"does not have surely_absent; install it .*rollout\.server\.python=DIR"):
         probe_package(sys.executable, "surely_absent")

@@ -103,9 +103,7 @@ def _check_semantics(
     server: ServerReplica, oracle: Oracle, logits_TV: Tensor, generation: Generation, params: SamplingParams
 ) -> None:
     temperature = params.temperature or 1.0
-    differences = {
-        t: _difference(_of_sampled(_logp(logits_TV, t), generation), generation) for t in {temperature, 1.0}
-    }
+    differences = {t: _difference(_of_sampled(_logp(logits_TV, t), generation), generation) for t in {temperature, 1.0}}
     if differences[temperature] <= oracle.tolerance:
         return
     largest = differences[temperature]

@@ -306,9 +306,9 @@ def _seconds(value: Any) -> float:
 
 
 def _spans(reported: Any, count: int, request: GenerationRequest, salted: bool) -> tuple[WeightSpan, ...]:
-    """The weight version of each token, as the server reports it. One that does not report them is taken to have sampled
-    all tokens with the oldest version that it had: repeating the request would favour short responses. A request that
-    waited during an update may have used prefixes of the older version, so its first token counts as of that one."""
+    """The weight version of each token, as the server reports it. If it does not, all tokens count as of the oldest
+    version that it had: repeating the request would favour short responses. A request that waited during an update may
+    have used prefixes of the older version, so its first token counts as of that one."""
     if count == 0:
         return ()
     if not reported and request.after is None:

@@ -38,7 +38,13 @@ def until(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
     return condition()
 
 
-def test_processes_run_on_nodes_and_end_with_the_run(raylets: RayletCluster, tmp_path: Path) -> None:
+def test_processes_run_on_nodes_and_end_with_the_run(
+    raylets: RayletCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+
+    kill, goodbyes = ray.kill, []
+    monkeypatch.setattr(ray, "kill", lambda actor: (goodbyes.append(logs[1].read_text()), kill(actor)))
     with nodes(tmp_path, HERE, THERE).open() as cluster:
         assert [node.address for node in cluster.nodes] == ["127.0.0.1", "127.0.0.1"] and cluster.nodes[1].gpus == ()
         logs = [tmp_path / f"{i}.log" for i in range(2)]

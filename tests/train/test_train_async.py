@@ -198,7 +198,6 @@ async def test_requests_that_are_recomputed_need_no_memory_during_an_update() ->
         (("trainer.v1.colocate_async.fixed_lag=true",), "has no effect with trainer.v1.trainer_mode=sync"),
         ((MODE, f"{R}.name=vllm", f"{R}.checkpoint_engine.backend=ipc"), "read weights that change while it samples"),
         (("trainer.v1.trainer_mode=separate_async", f"{R}.nnodes=2"), "needs a Ray cluster; set trainer.launcher=ray"),
-        ((MODE, "trainer.v1.separate_async.fixed_lag=true"), "the mode separate_async is not used"),
         ((MODE, "actor_rollout_ref.rollout.deterministic=true"), "fixed_lag=true"),
         ((*LAG, "async_training.staleness_threshold=2"), "samples one batch ahead"),
         ((MODE, "actor_rollout_ref.rollout.in_flight=abort"), "use keep or recompute"),

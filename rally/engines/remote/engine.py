@@ -107,7 +107,7 @@ class RemoteEngine:
 
     @property
     def weight_version(self) -> int:
-        return self._version
+        return self._published
 
     @property
     def max_model_len(self) -> int:
@@ -191,12 +191,14 @@ class RemoteEngine:
     async def publish(self) -> dict[str, float]:
         start = time.perf_counter()
         async with self._update_lock:
-            self._published, self._known = self._version, None
-            await self._stage_published()
+            await self._stage(self._version)
             written = time.perf_counter()
             if self.settings.sleeps:
                 torch.cuda.empty_cache()  # servers need the memory that the update used
             servers = list(self.servers)
+            for server in servers:  # at once: no request that begins from now on is sampled by an older version
+                self.router.pause(server.name)
+            self._published, self._known = self._version, None
             outcomes = await asyncio.gather(*(self._update(s) for s in servers), return_exceptions=True)
             if self._known is None:  # no server answered; those that start later are compared with this
                 await asyncio.to_thread(self._published_logits, self.oracle.prompt())
@@ -398,8 +400,11 @@ class RemoteEngine:
         are those that the trainer has now."""
         if not self.weights.keeps_staged and self._published != self._version:
             self._published, self._known = self._version, None
-        while self.weights.version != self._published:
-            await self.weights.stage(self._published)
+        await self._stage(self._published)
+
+    async def _stage(self, version: int) -> None:
+        if self.weights.version != version:
+            await self.weights.stage(version)
 
     def _watcher_ended(self, name: str, watcher: asyncio.Task[None]) -> None:
         """Mark the server as lost if its watcher failed, because nothing would restart it."""

@@ -366,7 +366,11 @@ class RolloutConfig(LogProbKeys):
     prometheus: PrometheusConfig = PrometheusConfig()
     profiler: ProfilerConfig = ProfilerConfig()
     nnodes: Natural = 0
+    """Nodes of a Ray cluster for the rollout servers, beside the trainer's. Without Ray, 1 is this machine
+    (trainer_mode=separate_async). 0 starts the servers on the trainer's nodes."""
     n_gpus_per_node: Count | None = None
+    """GPUs of each rollout node. With trainer_mode=separate_async and without data_parallel_size, they all get servers;
+    without nnodes they are GPUs of this machine."""
     full_determinism: bool = False
     router_config_path: PathText | None = None
     moe_load_balance_metrics_interval: Natural = 0

@@ -26,7 +26,14 @@ from rally.config.reward import (
     RewardShaping,
 )
 from rally.config.rollout import RolloutConfig
-from rally.config.trainer import AsyncTraining, GlobalProfiler, RayKwargs, TrainerConfig, TransferQueue
+from rally.config.trainer import (
+    AsyncTraining,
+    ColocateAsync,
+    GlobalProfiler,
+    RayKwargs,
+    TrainerConfig,
+    TransferQueue,
+)
 
 ROLLOUT = "actor_rollout_ref.rollout"
 NO_HYDRA = "Rally has its own defaults and does not compose files with Hydra"
@@ -61,7 +68,9 @@ class ActorRolloutRef(Section):
     rollout: RolloutConfig = RolloutConfig()
     ref: RefConfig = RefConfig()
 
-    hybrid_engine: Annotated[bool, Only(True, because="the trainer and the embedded engine share their weights")] = True
+    hybrid_engine: bool = True
+    """false: servers sample on devices of their own. It needs trainer.v1.trainer_mode=separate_async, which does so
+    with either value."""
     nccl_timeout: Count = 600
     """Seconds that one of several GPUs waits for the others. No effect on one device."""
 
@@ -118,10 +127,25 @@ class Config(Root):
     @property
     def batches_ahead(self) -> float:
         """How many batches start before the update of the weights they begin with."""
-        modes, threshold = self.trainer.v1, self.async_training.staleness_threshold
-        ahead = modes.colocate_async.num_warmup_batches if threshold is None else threshold
-        versions = modes.sampler.max_off_policy_threshold
+        threshold, versions = self.async_training.staleness_threshold, self.trainer.v1.sampler.max_off_policy_threshold
+        ahead = self.async_mode.num_warmup_batches if threshold is None else threshold
         return ahead if versions is None else min(ahead, versions - 1)
+
+    @property
+    def async_mode(self) -> ColocateAsync:
+        """The section of the asynchronous mode."""
+        modes = self.trainer.v1
+        return modes.separate_async if self.separate else modes.colocate_async
+
+    @property
+    def separate(self) -> bool:
+        """Whether servers sample on devices that the trainer does not use."""
+        return self.trainer.v1.trainer_mode == "separate_async"
+
+    @property
+    def fixed_lag(self) -> bool:
+        """Whether each batch is sampled as a whole, one update ahead."""
+        return self.asynchronous and self.async_mode.fixed_lag
 
     @property
     def run_dir(self) -> Path:

@@ -96,7 +96,7 @@ class RunConfig(Section):
 
 
 class ColocateAsync(Section):
-    """trainer_mode=colocate_async: how far batches are sampled ahead (docs/asynchronous.md)."""
+    """How far batches are sampled ahead (docs/asynchronous.md)."""
 
     num_warmup_batches: NonNegative = 1.0
     """Batches that start before the update of the weights they begin with. A fraction is that share of a batch. No
@@ -106,19 +106,37 @@ class ColocateAsync(Section):
     run is then bit-identical with rollout.deterministic=true. Otherwise episodes go on across updates."""
 
 
+NO_SWITCH = "servers keep their GPUs for the whole run; leave hybrid_rollout out"
+
+
+class HybridRollout(Section):
+    enable_switch: Annotated[bool, Only(False, because=NO_SWITCH)] = False
+
+
+class SeparateAsync(ColocateAsync):
+    """trainer_mode=separate_async: rollout servers on devices that the trainer does not use."""
+
+    parameter_sync_step: Count | None = None
+    """Mini-batches between two publications of weights. null is data.train_batch_size / actor.ppo_mini_batch_size: they
+    are published once per step, and another number is an error, as in verl."""
+    hybrid_rollout: HybridRollout = HybridRollout()
+
+
 class OffPolicySampler(Section):
     max_off_policy_threshold: Count | None = 8
-    """trainer_mode=colocate_async: the most weight versions that a trajectory may span, from its first token to the
-    update that trains on it. null sets no limit beside num_warmup_batches."""
+    """Asynchronous modes: the most weight versions that a trajectory may span, from its first token to the update that
+    trains on it. null sets no limit beside num_warmup_batches."""
     max_off_policy_strategy: Literal["drop", "wait"] = "drop"
     """Every value is correct: batches are trained in the order in which they started, so none becomes too old."""
 
 
 class TrainerModes(Section):
-    trainer_mode: Literal["sync", "colocate_async"] = "sync"
-    """sync samples a batch with the current weights and then trains on it. colocate_async samples batches ahead on the
-    same device (docs/asynchronous.md)."""
+    trainer_mode: Literal["sync", "colocate_async", "separate_async"] = "sync"
+    """sync samples a batch with the current weights and then trains on it. colocate_async samples batches ahead, on the
+    trainer's devices or on servers. separate_async does so on servers with devices of their own
+    (docs/asynchronous.md)."""
     colocate_async: ColocateAsync = ColocateAsync()
+    separate_async: SeparateAsync = SeparateAsync()
     sampler: OffPolicySampler = OffPolicySampler()
 
 
@@ -157,18 +175,23 @@ class TrainerConfig(RunConfig):
     del_local_ckpt_after_load: bool = False
 
 
-PER_UPDATE = "rollout and trainer share their weights, so every update reaches the rollout at once"
+NO_SCHEDULING = "servers keep their GPUs for the whole run; servers that join and leave do so by themselves"
 
 
 class AsyncTraining(Section):
-    """verl's earlier keys of asynchronous training, for trainer.v1.trainer_mode=colocate_async."""
+    """verl's earlier keys of asynchronous training, for trainer.v1.trainer_mode=colocate_async and separate_async."""
 
     staleness_threshold: NonNegative | None = None
-    """Batches that are sampled ahead; the same as trainer.v1.colocate_async.num_warmup_batches."""
+    """Batches that are sampled ahead; the same as num_warmup_batches of the mode."""
     partial_rollout: bool = True
     """Let episodes go on across an update. false waits until none is running before each update."""
-    trigger_parameter_sync_step: Annotated[int, Only(1, because=PER_UPDATE)] = 1
-    require_batches: Annotated[int, Only(1, because="an update trains on data.train_batch_size prompts")] = 1
+    trigger_parameter_sync_step: Count | None = None
+    """Times require_batches, the mini-batches between two publications of weights, which must be those of a step. null
+    is that number."""
+    require_batches: Count = 1
+    """Mini-batches that verl waits for at a time. It only counts together with trigger_parameter_sync_step: an update
+    always trains on data.train_batch_size prompts."""
+    use_dynamic_resource_scheduling: Annotated[bool, Only(False, because=NO_SCHEDULING)] = False
 
 
 class GlobalProfiler(Section):

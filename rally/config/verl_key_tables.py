@@ -86,6 +86,9 @@ FSDP: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("activation_gpu_memory*", ACTIVATIONS, ()),
     ("use_no_sync_for_gradient_accumulation", "it concerns communication only", ()),
 )
+OLD_LOGPROBS = "the log-probabilities recorded when tokens were sampled are the old ones in any case"
+DECOUPLED = {"use_rollout_log_probs": True, "compute_prox_log_prob": False}
+"""Keys of verl's `async_training` that choose the old log-probabilities, and the values that mean the recorded ones."""
 RAY = (
     *("num_cpus", "num_gpus", "address", "object_store_memory", "ignore_reinit_error", "log_to_driver", "_temp_dir"),
     *("include_dashboard", "dashboard_host", "dashboard_port", "namespace", "logging_level", "timeline_json_file"),
@@ -158,8 +161,6 @@ HINTS: tuple[Hint, ...] = (
     Hint(f"{R}.expert_parallel_size", PLACEMENT),
     Hint(f"{R}.moe_tensor_parallel_size", PLACEMENT),
     Hint(f"{R}.pipeline_model_parallel_size", PLACEMENT),
-    Hint(f"{R}.nnodes", PLACEMENT),
-    Hint(f"{R}.n_gpus_per_node", PLACEMENT),
     Hint(f"{R}.micro_batch_size", DEAD),
     Hint(f"{R}.enable_memory_saver", ENGINES),
     Hint(f"{R}.checkpoint_engine.backend", "weights take the fastest way there is", ("nccl", "nixl", "hccl")),
@@ -180,7 +181,10 @@ HINTS: tuple[Hint, ...] = (
     Hint("trainer.use_legacy_worker_impl", "there is one worker implementation"),
     Hint("trainer.use_v1", "there is one trainer implementation"),
     Hint("trainer.v1.sync", "it has no options", (None, {})),
-    Hint("trainer.v1.separate_async.*", "the mode separate_async is not used"),
+    Hint("async_training.use_trainer_do_validate", "servers validate in any case, with the weights of one version"),
+    Hint("async_training.concurrent_samples_per_replica", f"{R}.server.max_in_flight limits requests at a server"),
+    *(Hint(f"async_training.{name}", OLD_LOGPROBS, (asked,)) for name, asked in DECOUPLED.items()),
+    Hint(f"{A}.use_rollout_log_probs", OLD_LOGPROBS, (True,)),
     Hint("trainer.v1.sampler.sync_refill_failed_groups", "failed groups follow rollout.on_error", (False,)),
     Hint("trainer.v1.sampler.custom_sampler.*", "it is not set", (None,)),
     Hint("trainer.v1.sampler.sampler_kwargs", "it is not set", (None, {})),
@@ -230,6 +234,8 @@ SFT_HINTS: tuple[Hint, ...] = (
 )
 
 MOVES: tuple[tuple[str, str], ...] = (
+    ("rollout.nnodes", f"{R}.nnodes"),
+    ("rollout.n_gpus_per_node", f"{R}.n_gpus_per_node"),
     ("critic.model.fsdp_config", "critic.fsdp_config"),
     ("critic.fsdp", "critic.fsdp_config"),
     ("critic.ppo_micro_batch_size", "critic.ppo_micro_batch_size_per_gpu"),
@@ -285,6 +291,10 @@ OFF: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         for section in (*TRAINED, REFERENCE, "model.fsdp_config", "critic.model.fsdp_config", A)
     ),
     ("transfer_queue", "enable", ()),
+    *(
+        ("async_training", "use_dynamic_resource_scheduling", (f"dynamic_schedule_{name}",))
+        for name in ("policy", "deactivate_ratio", "enable_rebalance")
+    ),
     *((f"{section}.profiler", "enable", ()) for section in (A, REF, R, "critic", "reward_model")),
     ("profiler", "enable", ()),
     ("global_profiler", "tool", ()),
@@ -321,15 +331,15 @@ REFUSED: tuple[tuple[str, str, str], ...] = (
     ),
     (f"{R}.qat", "enable", "asks for quantization-aware training, which is not built yet; leave qat.* out"),
 )
-SEPARATE_ONLY = (
+ASYNC_KEYS = (
     *(".use_trainer_do_validate", ".use_dynamic_resource_scheduling", ".dynamic_schedule_policy"),
     *(".dynamic_schedule_deactivate_ratio", ".dynamic_schedule_enable_rebalance", ".concurrent_samples_per_replica"),
     *(".use_rollout_log_probs", ".compute_prox_log_prob"),
 )
-"""Keys of verl's `async_training` that are for separate GPUs."""
+"""Keys of verl's `async_training` that the schema does not have."""
 ASYNC = (
-    "asks for a trainer and a rollout on separate GPUs, which is not built yet; set "
-    "trainer.v1.trainer_mode=colocate_async to sample batches ahead on one GPU"
+    "asks for asynchronous training; set trainer.v1.trainer_mode=separate_async for servers on GPUs of their own, or "
+    "colocate_async to sample batches ahead on the trainer's"
 )
 GROUPS = ("engine", "optim", "model", "model_engine", "critic", "algorithm", "reward_model", "checkpoint")
 """Keys that Hydra reads as the name of a file when their value is text."""

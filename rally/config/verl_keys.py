@@ -7,6 +7,7 @@ feature that is not built is refused in one sentence. Nothing here reads a value
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -18,14 +19,16 @@ from rally.config.verl_backends import BACKENDS, refused_backend
 from rally.config.verl_key_tables import (
     ASKED,
     ASYNC,
+    ASYNC_KEYS,
+    DECOUPLED,
     GROUPS,
     HINTS,
     MOVES,
     NULLS,
     OFF,
+    PLACEMENT,
     REF,
     REFUSED,
-    SEPARATE_ONLY,
     SFT_HINTS,
     SFT_MOVES,
     SWITCHED_OFF,
@@ -39,6 +42,7 @@ from rally.config.yaml_files import Tree, at, leaves, put, without
 OWN_FILES = (
     *("ppo_trainer", "sft_trainer", "sft_trainer_engine", "ppo_megatron_trainer", "ppo_veomni_trainer"),
     *("dapo_trainer", "dapo_megatron_trainer", "_generated_ppo_trainer"),
+    *("fully_async_ppo_trainer", "fully_async_ppo_megatron_trainer", "one_step_off_ppo_trainer"),
 )
 """Configuration files that belong to verl. Where they do not exist, Rally's own defaults take their place."""
 FREE = (
@@ -190,17 +194,57 @@ def _switches(work: _Work, choices: Mapping[str, str]) -> None:
                 if not explicit:
                     work.drop(name, f"{key} is not set")
         work.tree = without(work.tree, key) if value not in SWITCHED_OFF else work.tree
+
+
+def _asynchronous(work: _Work, choices: Mapping[str, str]) -> None:
+    """verl's keys of asynchronous trainers. Batches are counted in prompts, as in `rollout.total_rollout_steps`."""
     mode = at(work.tree, "trainer.v1.trainer_mode")
-    if mode == "separate_async":
-        work.problems.append(f"trainer.v1.trainer_mode=separate_async {ASYNC}.")
-        work.tree = without(work.tree, "trainer.v1.trainer_mode")
-    if "async_training" in work.tree and mode in (None, "sync"):
-        pairs = list(leaves(work.tree["async_training"], "async_training."))
-        pairs = [(key, value) for key, value in pairs if key in work.known or key.endswith(SEPARATE_ONLY)]
-        asked = [f"{key}={shown(value)} {ASYNC}." for key, value in pairs if not work.is_default(key, value)]
-        work.problems += asked[:1]
-        for key, _ in pairs:
+    separate = "trainer.v1.separate_async"
+    if mode != "separate_async" and at(work.tree, separate) is not None:
+        work.drop(separate, "the mode separate_async is not used")
+    elif (hybrid := at(work.tree, f"{separate}.hybrid_rollout")) is not None and not hybrid.get("enable_switch"):
+        work.tree = without(work.tree, f"{separate}.hybrid_rollout")
+    if mode in (None, "sync"):
+        _without_async_keys(work)
+        return
+    for name, recorded in DECOUPLED.items():
+        key = f"async_training.{name}"
+        if at(work.tree, key) is (not recorded):
+            problem = f"{key}={shown(not recorded)} asks for log-probabilities of the weights before the update"
+            work.problems.append(f"{problem}; set algorithm.rollout_correction.rollout_is=token for them.")
             work.tree = without(work.tree, key)
+    if at(work.tree, "data.gen_batch_size") == 1:
+        work.drop("data.gen_batch_size", "prompts start one by one")
+    _prompt_counts(work)
+
+
+def _without_async_keys(work: _Work) -> None:
+    if "async_training" not in work.tree:
+        return
+    pairs = list(leaves(work.tree["async_training"], "async_training."))
+    pairs = [(key, value) for key, value in pairs if key in work.known or key.endswith(ASYNC_KEYS)]
+    asked = [f"{key}={shown(value)} {ASYNC}." for key, value in pairs if not work.is_default(key, value)]
+    work.problems += asked[:1]
+    for key, _ in pairs:
+        work.tree = without(work.tree, key)
+
+
+def _prompt_counts(work: _Work) -> None:
+    """A step of Rally is what verl's fully asynchronous trainer does between two publications of weights."""
+    batch, total = "data.train_batch_size", "rollout.total_rollout_steps"
+    counts = [at(work.tree, f"async_training.{n}", 1) for n in ("trigger_parameter_sync_step", "require_batches")]
+    mini = at(work.tree, f"{A}.ppo_mini_batch_size")
+    if at(work.tree, batch) == 0 and all(isinstance(count, int) for count in (*counts, mini)):
+        size = math.prod(counts) * mini
+        work.tree = put(work.tree, batch, size)
+        work.moved.append((batch, f"{batch}={size}"))
+    size, prompts = at(work.tree, batch), at(work.tree, total)
+    if isinstance(prompts, int) and isinstance(size, int) and size > 0:
+        work.tree = without(work.tree, total)
+        if at(work.tree, "trainer.total_training_steps") is None:
+            steps = max(1, prompts // size)
+            work.tree = put(work.tree, "trainer.total_training_steps", steps)
+            work.moved.append((total, f"trainer.total_training_steps={steps}"))
 
 
 def _estimator(work: _Work, choices: Mapping[str, str]) -> None:
@@ -460,10 +504,11 @@ def _ray(work: _Work, choices: Mapping[str, str]) -> None:
             work.tree = without(work.tree, key)
 
 
+ROLLOUT_NODES = (f"{R}.nnodes", f"{R}.n_gpus_per_node")
 RAY_KEYS = (
     "trainer.ray_wait_register_center_timeout",
     *("ray_kwargs.ray_init.address", "ray_kwargs.ray_init.num_cpus"),
-    *("actor_rollout_ref.rollout.nnodes", "actor_rollout_ref.rollout.n_gpus_per_node"),
+    *ROLLOUT_NODES,
 )
 """Keys that have an effect if the run uses Ray, and are hints otherwise."""
 
@@ -477,6 +522,9 @@ def _hints(work: _Work, choices: Mapping[str, str]) -> None:
     for key, value in list(leaves(work.tree)):
         hint = hint_for(key, SFT_HINTS if work.sft else HINTS)
         if key in RAY_KEYS and _on_ray(work.tree):
+            continue
+        if key in ROLLOUT_NODES and at(work.tree, "trainer.v1.trainer_mode") != "separate_async":
+            work.drop(key, PLACEMENT)
             continue
         if hint is None or (hint.values and value not in hint.values):
             continue
@@ -497,7 +545,7 @@ def _fits(work: _Work, key: str, value: Any) -> bool:
 
 
 STEPS: tuple[Callable[[_Work, Mapping[str, str]], None], ...] = (
-    *(_defaults, _backend, _switches, _moved, _switches, _estimator, _losses, _teachers, _reward_model, _manager),
-    *(_validation, _micro_batches, _nulls, _engine, _adapters, _checkpoints, _correction, _groups, _frequencies),
-    *(_switched_parts, _loggers, _ray, _hints),
+    *(_defaults, _backend, _switches, _moved, _switches, _asynchronous, _estimator, _losses, _teachers, _reward_model),
+    *(_manager, _validation, _micro_batches, _nulls, _engine, _adapters, _checkpoints, _correction, _groups),
+    *(_frequencies, _switched_parts, _loggers, _ray, _hints),
 )

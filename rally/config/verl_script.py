@@ -24,6 +24,15 @@ TRAINERS = {
     "verl.trainer.sft_trainer_ray": "sft",
 }
 """The modules of verl whose command lines are those of `rally train` and `rally sft`."""
+SEPARATE = "trainer.v1.trainer_mode=separate_async"
+ASYNC_TRAINERS = {
+    "fully_async_policy.fully_async_main": (
+        *(SEPARATE, "async_training.staleness_threshold=0.1", "async_training.trigger_parameter_sync_step=4"),
+    ),
+    "one_step_off_policy.main_ppo": (SEPARATE, "trainer.v1.separate_async.fixed_lag=true"),
+}
+"""The ends of the names of verl's asynchronous trainers, and the keys that say the same: their mode, and defaults of
+their configuration files."""
 PROGRAMS = {
     "main_generation": "rally eval, which samples and scores data.val_files",
     "main_eval": "rally eval, which samples and scores data.val_files",
@@ -48,13 +57,23 @@ def rally_command(module: str) -> str:
     """`train` or `sft` for a module of verl, or a ConfigError that says why there is no such command."""
     if module in TRAINERS:
         return TRAINERS[module]
+    if keys_of_trainer(module):
+        return "train"
     if "async" in module or "one_step_off" in module or "partial_rollout" in module:
-        raise ConfigError(f"{module} is an asynchronous trainer, which is not built; use verl.trainer.main_ppo.")
+        raise ConfigError(
+            f"{module} is an asynchronous trainer that is not built; use verl.trainer.main_ppo with {SEPARATE} or "
+            "colocate_async."
+        )
     for name, instead in PROGRAMS.items():
         if module.rpartition(".")[2].startswith(name):
             raise ConfigError(f"{module} is no trainer; use {instead}.")
     known = "verl.trainer.main_ppo, recipe.dapo.main_dapo and verl.trainer.sft_trainer"
     raise ConfigError(f"{module} is a trainer of its own, which is not built; Rally runs the command lines of {known}.")
+
+
+def keys_of_trainer(module: str) -> tuple[str, ...]:
+    """The keys that stand for an asynchronous trainer of verl; those of the command line follow them."""
+    return next((keys for end, keys in ASYNC_TRAINERS.items() if module.endswith(f".{end}")), ())
 
 
 def read_script(text: str) -> VerlCommand:
@@ -83,6 +102,7 @@ def from_verl(path: Path) -> str:
     commands, assumed = _verl_commands(text)
     module, config_path, config_name, words, unread = commands[-1]
     command = rally_command(module)
+    words = (*keys_of_trainer(module), *words)
     lines = [f"# assumed: {text}" for text in assumed]
     lines += [f"# not here: the script also starts {other.module}" for other in commands[:-1]]
     lines += [f"# dropped: {option}: it is an option of Hydra, which Rally does not run" for option in unread]
@@ -102,7 +122,8 @@ def from_verl(path: Path) -> str:
     for word in words:
         key, equals, value = word.lstrip("+").partition("=")
         if equals and not _within(key, gone):
-            options.append(f"{renamed.get(key, key)}={_quoted(value)}")
+            target = renamed.get(key, key)  # with a value, if that changed too
+            options.append(target if "=" in target else f"{target}={_quoted(value)}")
         elif equals and (inside := sorted(other for other in gone if other.startswith(f"{key}."))):
             lines.append(f"# not here: {key}={value} holds {', '.join(inside)}; write its other keys one by one")
     return "\n".join((*lines, " \\\n    ".join((f"rally {command}", *options))))

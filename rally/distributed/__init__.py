@@ -35,9 +35,12 @@ def train(config: Config, console: RunConsole | None = None) -> RunOutcome:
     console = console or RunConsole()
     configured, config = config.rollout.name, with_rollout_servers(config)
     if config.rollout.name != configured:
+        ranks = config.trainer.world_size
+        sharded = f"the policy is sharded over {ranks} ranks and cannot generate"
+        why = sharded if ranks > 1 else "separate_async samples on servers"
         console.note(
-            f"the policy is sharded over {config.trainer.world_size} ranks and cannot generate, so Rally starts "
-            f"its own servers (rollout.name=rally rollout.data_parallel_size={config.rollout.data_parallel_size})"
+            f"{why}, so Rally starts its own servers "
+            f"(rollout.name=rally rollout.data_parallel_size={config.rollout.data_parallel_size})"
         )
     rollout = config.rollout
     with _nodes(config.trainer, config.ray_kwargs, console, rollout.nnodes, rollout.n_gpus_per_node or 0) as nodes:

@@ -125,8 +125,14 @@ class TrainingEngine(Engine, Protocol):
         """Called before an update: no request comes until `publish`, so the engine may release its memory."""
         ...
 
+    async def verify(self) -> None:
+        """Called during an update of asynchronous training, while requests go on: raises if something samples from
+        other weights than those published last."""
+        ...
+
     def updating(self) -> AbstractContextManager[None]:
-        """A context in which the weights may be changed; leaving it starts a new version."""
+        """A context in which the weights may be changed; leaving it starts a new version. It may be entered in another
+        thread."""
         ...
 
     async def publish(self) -> dict[str, float]:
@@ -169,7 +175,7 @@ class ReplicaBusy(EngineError):
 
 
 class SampleVoid(EngineError):
-    """The weights changed while the server sampled, so the result is unusable. Repeat the request."""
+    """The server's weights are unknown, so the result is unusable. Repeat the request."""
 
 
 class Replica(Protocol):

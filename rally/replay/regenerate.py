@@ -61,7 +61,7 @@ def weights_of(episode: Episode, config: Config, run: Path, chosen: Path | None)
     """The checkpoint whose weights sampled an episode; None for the initial model of the run."""
     if chosen is not None:
         return open_checkpoint(chosen)
-    lag = 1 + (config.asynchronous and config.trainer.v1.colocate_async.fixed_lag)
+    lag = 1 + config.fixed_lag
     after = episode.step if episode.validate else max(0, episode.step - lag)
     own = run / "checkpoints" / f"global_step_{after}"
     for path in (own, Path(config.trainer.resume_from_path or "")):

@@ -66,8 +66,8 @@ class EnvCheck:
         config = self._config
         matches = [label for label in self._environments.labels if self._environments.seats(label) > 1]
         for key, used in {
-            "trainer.v1.trainer_mode=colocate_async without a fixed lag": config.asynchronous
-            and not config.trainer.v1.colocate_async.fixed_lag,
+            f"trainer.v1.trainer_mode={config.trainer.v1.trainer_mode} without a fixed lag": config.asynchronous
+            and not config.fixed_lag,
             "algorithm.filter_groups.enable=true": config.algorithm.filter_groups.enable,
             "rollout.agent.num_workers above 1": config.uses_loop_workers,
         }.items():

@@ -1,4 +1,5 @@
-"""Asynchronous training on one device: batches are sampled ahead of the update that trains on them.
+"""Asynchronous training: batches are sampled ahead of the update that trains on them, on the trainer's device or by
+servers on others.
 
 Batches are trained in the order of their prompts, and every group that starts is trained on. So the time that an
 episode takes has no influence on whether or when it is trained, and nothing is dropped for being old. A group starts
@@ -8,6 +9,9 @@ There are two schedules. `free running`: episodes go on while the policy is upda
 newer version. What an update consumes is on disk before the update begins. `fixed lag`: batch n + 1 is sampled as a
 whole by version n - 1, while the policy trains on batch n. A checkpoint holds the batch that was sampled ahead, so in
 deterministic mode a resumed run is bit-identical.
+
+All tokens that are sampled after a version was published are of that version or a later one, whichever server samples
+them. So the bound also holds when servers die, join, or fail to load weights: they then get no requests.
 """
 
 from __future__ import annotations
@@ -169,15 +173,26 @@ class AsyncTrainer(Trainer):
             return metrics | await self.engine.publish()
 
     async def _update_aside(self, step: int, episodes: Sequence[Episode], clock: PhaseClock) -> dict[str, float]:
-        """Update in a thread, so that tools, users and rewards go on."""
-        with clock("update_actor"):
-            update = asyncio.ensure_future(asyncio.to_thread(self.learn_from, step, episodes, clock))
-            try:
-                return await asyncio.shield(update)
-            except asyncio.CancelledError:  # a thread cannot be cancelled, and must not outlive what it changes
-                with contextlib.suppress(Exception):
-                    await update
-                raise
+        """Update in a thread, so that tools, users, rewards and servers go on. Meanwhile servers are checked."""
+        check = asyncio.create_task(self.engine.verify())
+        try:
+            with clock("update_actor"):
+                metrics = await self._in_thread(step, episodes, clock)
+            with clock("update_weights"):
+                await check
+            return metrics
+        finally:
+            check.cancel()
+            await asyncio.gather(check, return_exceptions=True)
+
+    async def _in_thread(self, step: int, episodes: Sequence[Episode], clock: PhaseClock) -> dict[str, float]:
+        update = asyncio.ensure_future(asyncio.to_thread(self.learn_from, step, episodes, clock))
+        try:
+            return await asyncio.shield(update)
+        except asyncio.CancelledError:  # a thread cannot be cancelled, and must not outlive what it changes
+            with contextlib.suppress(Exception):
+                await update
+            raise
 
     def _batch(
         self,

@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 
 from rally.config import Config, ConfigError, SftConfig, load_config, load_sft_config
+from rally.config.checks.multi_gpu import with_rollout_servers
 
 A, M, R = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
+SEPARATE = ("trainer.v1.trainer_mode=separate_async",)
 
 
 def load(*lines: str) -> tuple[Config, str]:
@@ -153,7 +155,12 @@ def test_a_group_of_one_is_noted() -> None:
         (("reward_model.enable=true",), "needs a model; set reward_model.model.path"),
         (("distillation.enabled=true", "distillation.nnodes=2"), "distillation.enabled=true needs a teacher"),
         ((f"{A}.fsdp_config.qat.enable=true",), "asks for quantization-aware training"),
-        (("async_training.staleness_threshold=0.1",), "asks for a trainer and a rollout on separate GPUs"),
+        (("async_training.staleness_threshold=0.1",), "asks for asynchronous training; set trainer.v1.trainer_mode="),
+        ((*SEPARATE, "async_training.compute_prox_log_prob=true"), "set algorithm.rollout_correction.rollout_is=token"),
+        ((*SEPARATE, "async_training.use_dynamic_resource_scheduling=true"), "servers keep their GPUs"),
+        ((*SEPARATE, "trainer.v1.separate_async.hybrid_rollout.enable_switch=true"), "servers keep their GPUs"),
+        ((*SEPARATE, "trainer.v1.separate_async.parameter_sync_step=4"), "so set that to 128"),
+        (("actor_rollout_ref.hybrid_engine=false",), "set trainer.v1.trainer_mode=separate_async"),
         ((f"{A}.fsdp_config.model_dtype=float16",), "model_dtype=float16 is not built yet"),
         ((f"{R}.repetition_penalty=1.1",), "repetition_penalty=1.1 is not built yet"),
         (("trainer.nnodes=2", "trainer.launcher=local"), "launcher=local is for one machine"),
@@ -238,13 +245,42 @@ def test_an_sft_line_of_the_engine_trainer_resolves() -> None:
 @pytest.mark.parametrize(
     ("word", "sentence"),
     [
-        ("trainer.v1.trainer_mode=separate_async", "separate GPUs, which is not built yet"),
         ("trainer.device=npu", "torch has no npu devices here"),
     ],
 )
 def test_what_would_run_otherwise_than_asked_is_no_hint(word: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         load(word)
+
+
+def test_verls_fully_asynchronous_trainer_in_the_keys_of_separate_async() -> None:
+    """As its example scripts write it: a step is what it trains on between two publications of weights."""
+    config, note = load(
+        *SEPARATE, "data.train_batch_size=0", "data.gen_batch_size=1", f"{A}.ppo_mini_batch_size=32",
+        "rollout.total_rollout_steps=51200", "rollout.nnodes=1", "rollout.n_gpus_per_node=4", f"{R}.name=vllm",
+        f"{R}.tensor_model_parallel_size=2", f"{R}.calculate_log_probs=True", f"{R}.checkpoint_engine.backend=nccl",
+        "actor_rollout_ref.hybrid_engine=False", f"{A}.use_rollout_log_probs=True",
+        "algorithm.rollout_correction.bypass_mode=True", "async_training.staleness_threshold=0.5",
+        "async_training.trigger_parameter_sync_step=4", "async_training.require_batches=1",
+        "async_training.partial_rollout=True", "async_training.use_trainer_do_validate=False",
+        "async_training.use_dynamic_resource_scheduling=False", "async_training.concurrent_samples_per_replica=16",
+    )  # fmt: skip
+    assert (config.data.train_batch_size, config.trainer.total_training_steps) == (128, 400)
+    assert config.separate and config.batches_ahead == 0.5 and not config.fixed_lag
+    assert with_rollout_servers(config).rollout.data_parallel_size == 2
+    assert "gen_batch_size" in note and "concurrent_samples_per_replica" in note
+
+
+def test_the_keys_of_separate_async() -> None:
+    config, note = load(
+        *SEPARATE, "data.train_batch_size=64", f"{A}.ppo_mini_batch_size=16", f"{R}.n_gpus_per_node=3",
+        "trainer.v1.separate_async={num_warmup_batches: 2, parameter_sync_step: 4}",
+        "trainer.v1.separate_async.hybrid_rollout={enable_switch: false, switch_threshold_ratio: 0.4}",
+    )  # fmt: skip
+    rollout = with_rollout_servers(config).rollout
+    assert (config.batches_ahead, rollout.name, rollout.data_parallel_size, note) == (2, "rally", 3, "")
+    unused, note = load("trainer.v1.separate_async={num_warmup_batches: 2, parameter_sync_step: 4}")
+    assert not unused.asynchronous and "the mode separate_async is not used" in note
 
 
 def test_a_saved_configuration_gives_no_note(tmp_path: Path) -> None:

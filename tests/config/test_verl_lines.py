@@ -11,7 +11,7 @@ import pytest
 
 from rally.config import ConfigError, load_config, load_sft_config
 from rally.config.checks import consistency
-from rally.config.verl_script import rally_command
+from rally.config.verl_script import keys_of_trainer, rally_command
 
 APPENDED = ("trainer.n_gpus_per_node=1", "trainer.nnodes=1", "trainer.device=cpu")
 ONE_GPU = "actor_rollout_ref.rollout.tensor_model_parallel_size=1"
@@ -63,7 +63,7 @@ def outcome(line: dict[str, Any], shared: Path, folder: Path, made: set[str]) ->
     if line["config_name"]:
         place = (line["config_path"] or ".").replace("{VERL}", str(shared / "verl_lines" / "files" / line["release"]))
         path = Path(place) / f"{line['config_name'].removesuffix('.yaml')}.yaml"
-    words = [*filled(line, shared, folder, made), *APPENDED]
+    words = [*keys_of_trainer(line["module"]), *filled(line, shared, folder, made), *APPENDED]
     try:
         if rally_command(line["module"]) == "sft":
             load_sft_config(path, words, note=notes.append)
@@ -100,7 +100,7 @@ def test_recorded_command_lines_resolve_or_are_refused_by_name(
         if kind in ("fsdp rl", "sft"):
             reasons = [text for script, text in NOT_BUILT.items() if script in line["script"]]
             assert not problems or (reasons and any(reasons[0] in problem for problem in problems)), where
-        elif "async" in line["module"] or kind == "async trainers":
+        elif kind == "async trainers":
             assert [line["module"] in problem and "asynchronous trainer" in problem for problem in problems] == [True]
         elif kind == "other trainer" or "mindspeed" in line["module"]:
             assert [line["module"] in problem and "trainer of its own" in problem for problem in problems] == [True]

@@ -210,7 +210,7 @@ def test_interpolations_of_the_configuration_are_not_variables_of_the_shell(tmp_
     [
         ("echo hello", "has no command of verl"),
         ("python3 -m recipe.prime.main_prime a=1", "recipe.prime.main_prime is a trainer of its own"),
-        ("python3 -m verl.experimental.fully_async_policy.fully_async_main a=1", "is an asynchronous trainer"),
+        ("python3 -m recipe.partial_rollout.main_ppo a=1", "is an asynchronous trainer that is not built"),
         ("python3 examples/split/main_ppo_split.py a=1", "is a trainer of its own"),
         ("python3 -m verl.model_merger merge --backend fsdp", "verl.model_merger is no trainer; use rally merge"),
         ("python3 -m verl.trainer.main_generation_server a=1", "is no trainer; use rally eval"),
@@ -219,6 +219,20 @@ def test_interpolations_of_the_configuration_are_not_variables_of_the_shell(tmp_
 def test_a_script_without_an_equivalent_is_one_sentence(text: str, sentence: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=sentence):
         from_verl(script(text, tmp_path))
+
+
+def test_asynchronous_trainers_become_separate_async(tmp_path: Path) -> None:
+    words = "data.train_batch_size=0 actor_rollout_ref.actor.ppo_mini_batch_size=32 rollout.total_rollout_steps=51200"
+    name = "verl.experimental.fully_async_policy.fully_async_main"
+    written = from_verl(script(f"python3 -m {name} --config-name=fully_async_ppo_trainer.yaml {words}", tmp_path))
+    assert "# renamed: rollout.total_rollout_steps is trainer.total_training_steps=400 here" in written
+    assert {"data.train_batch_size=128", "trainer.total_training_steps=400"} <= set(written.split())
+    assert "trainer.v1.trainer_mode=separate_async" in written and "refused" not in written
+    assert "async_training.staleness_threshold=0.1" in written and "fully_async_ppo_trainer" not in written
+    one_step = from_verl(
+        script("python3 -m verl.experimental.one_step_off_policy.main_ppo data.shuffle=true", tmp_path)
+    )
+    assert "trainer.v1.separate_async.fixed_lag=true" in one_step
 
 
 def test_modules_that_share_a_trainer_have_a_command() -> None:

@@ -81,12 +81,11 @@ async def test_an_update_in_the_midst_of_requests_costs_no_server_its_standing(t
         late = asyncio.create_task(engine.generate([50], PARAMS, session="e0"))
         told = await publishing
         generations = [await task for task in (*asked, late)]
-        assert {generation.spans[-1].version for generation in generations} == {1}
+        assert generations[-1].spans[-1].version == 1
+        assert {generation.spans[-1].version for generation in generations[:-1]} == {1 if tells else 0}
         assert [len(generation.ids) for generation in generations] == [20] * 7
-        assert len(generations[0].spans) == (2 if tells else 1)  # it continues, or is sampled again
-        later = (await engine.publish()) if not tells else told
-        assert told["router/circuits_opened"] == later["router/circuits_opened"] == 0
-        assert later["router/failed_tries"] == 0 and later["router/void_tries"] == (0 if tells else 6)
+        assert len(generations[0].spans) == (2 if tells else 1)  # all count as of the oldest version
+        assert told["router/circuits_opened"] == told["router/failed_tries"] == told["router/void_tries"] == 0
         assert engine.router.metrics()["router/requests"] == 7
         await engine.close()
 
@@ -187,11 +186,11 @@ async def test_one_that_does_not_take_the_weights_is_ended_before_the_next_attem
     await engine.close()
 
 
-async def test_weights_that_change_while_a_server_starts_are_what_it_gets(tmp_path: Path) -> None:
+async def test_a_server_that_starts_during_an_update_gets_the_published_weights(tmp_path: Path) -> None:
     offset, server = [0], own_server(tmp_path)
 
     def moved(ids: Sequence[int]) -> torch.Tensor:
-        """The server's logits, which are right only if its weights are the trainer's current ones."""
+        """The trainer's logits, which are the server's only if it has the trainer's current weights."""
         held = server.version if server.version is not None else -1
         return RULED.forward(ids) if held == offset[0] else RULED.forward([token + 1 for token in ids])
 
@@ -200,15 +199,33 @@ async def test_weights_that_change_while_a_server_starts_are_what_it_gets(tmp_pa
 
     async def up_meanwhile(folder: str) -> None:
         await up(folder)
-        with engine.updating():  # the trainer continues, and publishes later
-            offset[0] += 1
+        if not offset[0]:
+            with engine.updating():  # the trainer continues, and publishes later
+                offset[0] += 1
 
     await engine.start()
     server.up = up_meanwhile  # type: ignore[method-assign]
     kill(server)
+    assert (await engine.generate([1], PARAMS)).spans[0].version == 0
+    assert engine.restarts == 1 and Path(await engine.weights.folder()).name == "0"
+    await engine.publish()
     assert (await engine.generate([1], PARAMS)).spans[0].version == 1
-    assert engine.restarts == 1 and Path(await engine.weights.folder()).name == "1"
     await engine.close()
+
+
+async def test_during_an_update_servers_are_compared_with_what_the_trainer_computed_before(tmp_path: Path) -> None:
+    async with FakeServer("vllm") as fake:
+        engine = engine_over([ServerReplica(fake.url, Vllm())], tmp_path)
+        await engine.start()
+        with engine.updating():
+            await engine.verify()  # the trainer's weights are changing, and nothing is computed with them
+            known = engine.oracle.forward(engine.oracle.prompt())
+            assert len(known) == len(engine.oracle.prompt())
+            assert len(engine.oracle.forward([*engine.oracle.prompt(), VOCABULARY - 1, 0])) == len(known)
+            fake._next = lambda *_: (1, -0.3)  # type: ignore[method-assign]  # someone else replaced its weights
+            with pytest.raises(EngineError, match="does not sample from the weights of version 0"):
+                await engine.verify()
+        await engine.close()
 
 
 @pytest.mark.drill("reliability", "A rollout server dies again and again", "The run stops and names the server's log")
@@ -294,7 +311,7 @@ async def test_an_update_that_fails_leaves_servers_asleep_and_the_run_ends(tmp_p
         await engine.rest()
         with pytest.raises(ZeroDivisionError), engine.updating():
             raise ZeroDivisionError
-        assert engine.weight_version == 1 and fake.asleep
+        assert engine.weight_version == 0 and fake.asleep, "nothing was published"
         waits = asyncio.create_task(engine.generate([1], PARAMS))
         await asyncio.sleep(0.05)
         await engine.close()

@@ -15,6 +15,7 @@ from rally.engines import EngineError
 from rally.engines.base import ReplicaBusy, ReplicaGone, SampleVoid
 from rally.engines.remote import ClientSettings, Launch, ServerApi, ServerReplica, Sglang, Vllm
 from rally.engines.remote.launched_server import probe_package
+from rally.engines.remote.server_api import GenerationRequest, checked_generation
 from rally.engines.router.router import Router
 from rally.types import SamplingParams, WeightSpan
 
@@ -253,7 +254,7 @@ async def test_an_update_in_mid_request_is_told_token_by_token(fake: FakeServer)
     await replica.close()
 
 
-async def test_where_a_server_does_not_tell_an_update_in_mid_request_costs_the_request(fake: FakeServer) -> None:
+async def test_where_a_server_does_not_tell_all_tokens_count_as_of_the_oldest_version(fake: FakeServer) -> None:
     fake.reports_spans = False
     replica = await replica_of(fake)
     assert (await replica.generate([1], PARAMS)).spans == (WeightSpan(7, 0, 5),)
@@ -261,9 +262,25 @@ async def test_where_a_server_does_not_tell_an_update_in_mid_request_costs_the_r
     task = asyncio.create_task(replica.generate([1, 2, 3], SamplingParams(max_tokens=20)))
     await asyncio.sleep(0.15)
     await replica.load("nowhere", 8, "keep")
-    with pytest.raises(SampleVoid, match="does not report at which token"):
+    assert (await task).spans == (WeightSpan(7, 0, 20),), "a repetition would favour short responses"
+    task = asyncio.create_task(replica.generate([1, 2, 3], SamplingParams(max_tokens=20)))
+    await asyncio.sleep(0.05)
+    replica.version = None  # a load failed, and nobody knows what it samples from
+    with pytest.raises(SampleVoid, match="failed to load weights while it sampled"):
         await task
     await replica.close()
+
+
+def test_a_request_that_waited_during_an_update_may_have_used_older_prefixes() -> None:
+    request = GenerationRequest(id="a", prompt_ids=(1,), params=PARAMS, before=7, after=8, salt="s")
+    reported = [{"version": "8", "start": 0, "end": 3}, {"version": "9", "start": 3, "end": 4}]
+
+    def spans(**more: bool) -> list[tuple[int, int, int]]:
+        got = checked_generation(request, [1, 2, 3, 4], [-1.0] * 4, "stop", spans=reported, **more).spans
+        return [(span.version, span.start, span.end) for span in got]
+
+    assert spans(salted=True) == [(7, 0, 1), (8, 1, 3), (9, 3, 4)]
+    assert spans() == [(8, 0, 3), (9, 3, 4)], "Rally's own server finds prefixes by version"
 
 
 async def test_vllm_is_asked_for_its_last_word_alone() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from async_cases import LOOP_KEY, metrics, write_loop
 from hypothesis import given
 from hypothesis import strategies as st
 from small_models import make_model
@@ -29,47 +30,20 @@ from rally.train.async_trainer import GroupAdmission
 from rally.types import SamplingParams
 
 MODE = "trainer.v1.trainer_mode=colocate_async"
+R = "actor_rollout_ref.rollout"
 LAG = (MODE, "trainer.v1.colocate_async.fixed_lag=true", "actor_rollout_ref.rollout.deterministic=true")
 QUIET = ("data.val_files=null", "trainer.val_before_train=false", "trainer.startup_check=false")
-LOOP = '''
-import asyncio
-from rally.loops import AgentLoopBase, AgentLoopOutput
-
-class TwoTurns(AgentLoopBase):
-    """Two turns. Between them, episodes of every second row wait for the last update before their own, so they are as
-    slow as they can be."""
-
-    async def run(self, sampling_params, **row):
-        prompt = list(self.codec.encode_prompt(row["prompt"]))
-        first = await self.server.generate(prompt, {**sampling_params, "max_tokens": 6})
-        step, slow = int(self.context.episode_id[1:7]), sum(map(ord, row["prompt"][0]["content"])) % 2
-        while slow and self.server.engine.weight_version < step - 1:
-            await asyncio.sleep(0.001)
-        ids = [*first.ids, prompt[0]]
-        second = await self.server.generate(prompt + ids, {**sampling_params, "max_tokens": 6})
-        return AgentLoopOutput(
-            prompt_ids=prompt,
-            response_ids=[*ids, *second.ids],
-            response_mask=[1] * len(first.ids) + [0] + [1] * len(second.ids),
-            num_turns=2,
-        )
-'''
 
 
 @pytest.fixture
 def loop_key(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> str:
     folder = tmp_path_factory.mktemp("loops")
-    (folder / "two_turns_loop.py").write_text(LOOP, encoding="utf-8")
-    monkeypatch.syspath_prepend(folder)
-    return "actor_rollout_ref.rollout.agent_loop_class=two_turns_loop.TwoTurns"
+    monkeypatch.syspath_prepend(write_loop(folder))
+    return LOOP_KEY
 
 
 def actor(folder: Path, step: int) -> dict[str, torch.Tensor]:
     return weights(AutoModelForCausalLM.from_pretrained(folder / "checkpoints" / f"global_step_{step}" / "actor"))
-
-
-def metrics(folder: Path) -> list[dict[str, float]]:
-    return [row.metrics for row in RunFolder(folder).read_metrics() if row.step]
 
 
 @given(st.sampled_from([1, 2, 4, 8]), st.integers(0, 32), st.integers(0, 5), st.data())
@@ -222,11 +196,12 @@ async def test_requests_that_are_recomputed_need_no_memory_during_an_update() ->
     ("keys", "sentence"),
     [
         (("trainer.v1.colocate_async.fixed_lag=true",), "has no effect with trainer.v1.trainer_mode=sync"),
-        ((MODE, "actor_rollout_ref.rollout.name=vllm"), "needs the embedded engine on one GPU"),
+        ((MODE, f"{R}.name=vllm", f"{R}.checkpoint_engine.backend=ipc"), "read weights that change while it samples"),
+        (("trainer.v1.trainer_mode=separate_async", f"{R}.nnodes=2"), "needs a Ray cluster; set trainer.launcher=ray"),
         ((MODE, "actor_rollout_ref.rollout.deterministic=true"), "fixed_lag=true"),
         ((*LAG, "async_training.staleness_threshold=2"), "samples one batch ahead"),
         ((MODE, "actor_rollout_ref.rollout.in_flight=abort"), "use keep or recompute"),
-        ((MODE, "async_training.trigger_parameter_sync_step=4"), "every update reaches the rollout at once"),
+        ((MODE, "async_training.trigger_parameter_sync_step=4"), "so set that to 12"),
     ],
 )
 def test_what_an_asynchronous_run_cannot_do_is_an_error(

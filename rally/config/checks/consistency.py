@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator
 from rally.config.algorithm import PfPpo, RolloutCorrection
 from rally.config.aliases import SAME_AS, SFT_SAME_AS
 from rally.config.base import look_up, missing_file
+from rally.config.checks.asynchronous import asynchronous
 from rally.config.checks.critic import critic, kl_control
 from rally.config.checks.distillation import distillation
 from rally.config.checks.environments import environments
-from rally.config.checks.multi_gpu import COUNT, multi_gpu, sft_multi_gpu
+from rally.config.checks.multi_gpu import multi_gpu, sft_multi_gpu
 from rally.config.checks.reward_model import reward_model
 from rally.config.checks.servers import servers
 from rally.config.checks.unused_keys import sft_unused_keys, unused_keys
@@ -261,31 +262,6 @@ def off_policy_correction(config: Config) -> Iterator[str]:
     elif settings.tests and not _bounds_fit(settings):
         problem = f"{key}.rollout_rs_threshold={settings.rollout_rs_threshold}"
         yield f"{problem} is invalid; set a number or bounds such as 0.5_2.0, once or for each test."
-
-
-def asynchronous(config: Config) -> Iterator[str]:
-    """Keys of asynchronous training, and what it does not support."""
-    mode, modes = "trainer.v1.trainer_mode", config.trainer.v1
-    if not config.asynchronous:
-        for section, name in ((modes.colocate_async, "colocate_async"), (modes.sampler, "sampler")):
-            for key in section.model_dump(exclude_defaults=True):
-                problem = f"trainer.v1.{name}.{key} has no effect with {mode}=sync"
-                yield f"{problem}; leave it out, or set {mode}=colocate_async."
-        return
-    fixed_lag = modes.colocate_async.fixed_lag
-    if config.rollout.name != "embedded" or config.trainer.world_size > 1:
-        yield f"{mode}=colocate_async needs the embedded engine on one GPU; set {ROLLOUT}.name=embedded and {COUNT}=1."
-    if config.rollout.deterministic and not fixed_lag:
-        yield f"{ROLLOUT}.deterministic=true needs trainer.v1.colocate_async.fixed_lag=true with {mode}=colocate_async."
-    if fixed_lag and config.batches_ahead != 1:
-        ahead = f"the settings ask for {config.batches_ahead:g} batches ahead"
-        yield f"trainer.v1.colocate_async.fixed_lag=true samples one batch ahead, and {ahead}; leave those out."
-    if fixed_lag and not config.async_training.partial_rollout:
-        yield "async_training.partial_rollout has no effect with colocate_async.fixed_lag=true; leave it out."
-    if config.rollout.in_flight == "abort" and not fixed_lag:
-        yield f"{ROLLOUT}.in_flight=abort would cut the episodes that run during an update; use keep or recompute."
-    if config.rollout.skip_rollout:
-        yield f"{ROLLOUT}.skip_rollout does not record weight versions; leave it out with {mode}=colocate_async."
 
 
 def _bounds_fit(settings: RolloutCorrection) -> bool:

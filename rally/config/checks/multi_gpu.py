@@ -35,14 +35,21 @@ def with_rollout_servers(config: Config) -> Config:
     """The configuration with the engine that the run really uses.
 
     A sharded policy cannot generate, so on several GPUs the embedded engine is replaced by servers of Rally's own: one
-    per GPU, unless data_parallel_size is set.
+    per GPU, unless data_parallel_size is set. separate_async needs servers, too: with rollout.n_gpus_per_node, as many
+    as these GPUs hold.
     """
     count, rollout = config.trainer.world_size, config.rollout
-    if count == 1 or rollout.name != "embedded":
+    name = "rally" if rollout.name == "embedded" and (count > 1 or config.separate) else rollout.name
+    servers = rollout.data_parallel_size
+    if "data_parallel_size" not in rollout.model_fields_set:
+        if config.separate and rollout.n_gpus_per_node is not None:
+            gpus = max(1, rollout.nnodes) * rollout.n_gpus_per_node
+            servers = max(1, gpus // rollout.tensor_model_parallel_size)
+        elif name != rollout.name and not config.separate and config.trainer.device != "cpu":
+            servers = count
+    if (name, servers) == (rollout.name, rollout.data_parallel_size):
         return config
-    fixed = config.trainer.device == "cpu" or "data_parallel_size" in rollout.model_fields_set
-    servers = rollout.data_parallel_size if fixed else count
-    changed = rollout.model_copy(update={"name": "rally", "data_parallel_size": servers})
+    changed = rollout.model_copy(update={"name": name, "data_parallel_size": servers})
     parts = config.actor_rollout_ref.model_copy(update={"rollout": changed})
     return config.model_copy(update={"actor_rollout_ref": parts})
 

@@ -219,6 +219,9 @@ class EmbeddedEngine:
     async def rest(self) -> None:
         """Nothing to do: `updating` releases the memory."""
 
+    async def verify(self) -> None:
+        """Nothing to do: nobody else can change the weights."""
+
     async def publish(self) -> dict[str, float]:
         """Nothing to do: the weights are the trainer's own."""
         return {}

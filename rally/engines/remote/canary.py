@@ -1,11 +1,13 @@
 """Verifies that a server samples from the trainer's weights and reports the log-probabilities that training needs.
 
 The canary is one short greedy generation after every update. The probe at the start also samples with the parameters of
-training. Both are compared with the trainer's own forward. Shapes: T tokens of a history, V vocabulary.
+training. Both are compared with the trainer's own forward. While the trainer changes its weights, what it computed
+before is compared: the tokens up to the first one that differs. Shapes: T tokens of a history, V vocabulary.
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +23,7 @@ PROMPT_TOKENS = 16
 NEW_TOKENS = 8
 
 Forward = Callable[[Sequence[int]], Tensor]
-"""The trainer's logits_TV over a history."""
+"""The trainer's logits_TV over a history, or over its first tokens if no more are known."""
 
 
 class CanaryError(EngineError):
@@ -53,12 +55,12 @@ async def canary(server: ServerReplica, oracle: Oracle) -> float:
     greedy = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, seed=0)
     prompt = oracle.prompt()
     generation = await _sampled(server, prompt, greedy)
-    logp_TV = _logp(oracle, prompt, generation, 1.0)
-    sampled_T = logp_TV.gather(1, torch.tensor(generation.ids)[:, None])[:, 0]
+    logp_TV = _logp(await _logits(oracle, prompt, generation), 1.0)
+    sampled_T = _of_sampled(logp_TV, generation)
     regret = float((logp_TV.amax(1) - sampled_T).max())
     difference = _difference(sampled_T, generation)
     if max(difference, regret) > oracle.tolerance:
-        at = int((sampled_T - torch.tensor(generation.logprobs)).abs().argmax())
+        at = int((sampled_T - torch.tensor(generation.logprobs[: len(sampled_T)])).abs().argmax())
         raise CanaryError(
             f"{server.name} does not sample from the weights of version {server.version}: in a greedy canary "
             f"generation, token {at} has log-probability {generation.logprobs[at]:.4f} on the server and "
@@ -87,7 +89,7 @@ async def probe(server: ServerReplica, oracle: Oracle, sampling: SamplingParams,
     prompt = oracle.prompt()
     params = replace(sampling, max_tokens=NEW_TOKENS, stop_ids=(), stop=(), ignore_eos=True, seed=1)
     generation = await _sampled(server, prompt, params)
-    _check_semantics(server, oracle, prompt, generation, params)
+    _check_semantics(server, oracle, await _logits(oracle, prompt, generation), generation, params)
 
 
 async def _sampled(server: ServerReplica, prompt: Sequence[int], params: SamplingParams) -> Generation:
@@ -98,10 +100,10 @@ async def _sampled(server: ServerReplica, prompt: Sequence[int], params: Samplin
 
 
 def _check_semantics(
-    server: ServerReplica, oracle: Oracle, prompt: Sequence[int], generation: Generation, params: SamplingParams
+    server: ServerReplica, oracle: Oracle, logits_TV: Tensor, generation: Generation, params: SamplingParams
 ) -> None:
     temperature = params.temperature or 1.0
-    differences = {t: _differs(oracle, prompt, generation, t) for t in {temperature, 1.0}}
+    differences = {t: _difference(_of_sampled(_logp(logits_TV, t), generation), generation) for t in {temperature, 1.0}}
     if differences[temperature] <= oracle.tolerance:
         return
     largest = differences[temperature]
@@ -119,18 +121,24 @@ def _check_semantics(
     raise CanaryError(f"{problem}, although its greedy tokens are right; they cannot be used for training")
 
 
-def _differs(oracle: Oracle, prompt: Sequence[int], generation: Generation, temperature: float) -> float:
-    logp_TV = _logp(oracle, prompt, generation, temperature)
-    return _difference(logp_TV.gather(1, torch.tensor(generation.ids)[:, None])[:, 0], generation)
+def _of_sampled(logp_TV: Tensor, generation: Generation) -> Tensor:
+    return logp_TV.gather(1, torch.tensor(generation.ids[: len(logp_TV)])[:, None])[:, 0]
 
 
 def _difference(sampled_T: Tensor, generation: Generation) -> float:
-    return float((sampled_T - torch.tensor(generation.logprobs)).abs().max())
+    return float((sampled_T - torch.tensor(generation.logprobs[: len(sampled_T)])).abs().max())
 
 
-def _logp(oracle: Oracle, prompt: Sequence[int], generation: Generation, temperature: float) -> Tensor:
-    """Log-probabilities of the whole vocabulary at each sampled position."""
-    logits_TV = oracle.forward([*prompt, *generation.ids])[len(prompt) - 1 : -1]
+async def _logits(oracle: Oracle, prompt: Sequence[int], generation: Generation) -> Tensor:
+    """The trainer's logits at the sampled positions, or at the first of them if no more are known."""
+    whole_TV = await asyncio.to_thread(oracle.forward, [*prompt, *generation.ids])
+    logits_TV = whole_TV[len(prompt) - 1 : len(prompt) - 1 + len(generation.ids)]
+    assert len(logits_TV), "the logits after the prompt are always known"
     if int(max(generation.ids)) >= logits_TV.shape[1]:
         raise CanaryError(f"the server sampled token {max(generation.ids)}, which is outside the policy's vocabulary")
+    return logits_TV
+
+
+def _logp(logits_TV: Tensor, temperature: float) -> Tensor:
+    """Log-probabilities of the whole vocabulary at each position."""
     return torch.log_softmax(logits_TV.float().cpu() / temperature, -1)

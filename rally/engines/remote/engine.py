@@ -6,7 +6,11 @@ weights, while requests go to the others or wait. Servers that share the trainer
 the trainer can use their memory.
 
 Servers may join and leave while the run goes on (`joining`). One that joins gets requests after it has loaded the
-current weights and passed the probe. One that leaves or dies loses no request: its requests are sent to others.
+published weights and passed the probe. One that leaves or dies loses no request: its requests are sent to others.
+
+In asynchronous training servers sample while the trainer changes its weights. All servers that get requests have the
+version published last, which a server that starts or joins gets too, from what was staged. It is checked against what
+the trainer's forward gave when that version was published.
 """
 
 from __future__ import annotations
@@ -14,11 +18,14 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
+
+from torch import Tensor
 
 from rally.engines.base import EngineError, UtilizationClock
 from rally.engines.remote.canary import CanaryError, Oracle, canary, probe
@@ -80,10 +87,15 @@ class RemoteEngine:
         self.servers = list(servers)
         self.router = Router(servers, settings.router, max_model_len=settings.max_model_len)
         self.weights = weights
-        self.oracle = oracle
+        self.oracle = replace(oracle, forward=self._published_logits)
         self.settings = settings
         self.restarts = 0
-        self._version = 0
+        self._forward = oracle.forward
+        self._version = 0  # of the trainer's weights
+        self._published = 0  # of the weights that servers have, or get when they start
+        self._changing = False  # whether the trainer changes its weights now
+        self._forward_lock = threading.Lock()  # the trainer's weights do not change during a forward
+        self._known: tuple[tuple[int, ...], Tensor] | None = None  # tokens, and their logits by the published version
         self._requests = UtilizationClock()
         self._update_lock = asyncio.Lock()  # an update and a restart must not send weights at once
         self._watchers: dict[str, asyncio.Task[None]] = {}
@@ -95,7 +107,7 @@ class RemoteEngine:
 
     @property
     def weight_version(self) -> int:
-        return self._version
+        return self._published
 
     @property
     def max_model_len(self) -> int:
@@ -107,10 +119,10 @@ class RemoteEngine:
 
     def begin_at(self, version: int) -> None:
         assert not self._watchers, "the engine has already been started"
-        self._version = version
+        self._version = self._published = version
 
     async def start(self) -> None:
-        await self.weights.stage(self._version)
+        await self._stage_published()
         await _all(*(self._bring_up(server) for server in self.servers))
         own = [server for server in self.servers if isinstance(server, LaunchedServer)]
         self._watchers = {server.name: asyncio.create_task(self._watch(server)) for server in own}
@@ -140,28 +152,56 @@ class RemoteEngine:
         """Check that the servers still have the weights that they were given, because whoever reaches them may have
         replaced them since. Then put them to sleep, if they share the trainer's GPU. One that fails gets no more
         requests."""
+        await self._check_all(sleep=self.settings.sleeps)
+
+    async def verify(self) -> None:
+        """Check that the servers still have the weights that they were given, while requests and an update go on."""
+        await self._check_all(sleep=False)
+
+    async def _check_all(self, *, sleep: bool) -> None:
         async with self._update_lock:
             servers = list(self.servers)
-            outcomes = await asyncio.gather(*(self._rest(s) for s in servers), return_exceptions=True)
+            outcomes = await asyncio.gather(*(self._check(s, sleep) for s in servers), return_exceptions=True)
         await self._drop_failed(servers, outcomes)
 
     @contextmanager
     def updating(self) -> Iterator[None]:
         """The weights may change inside. Servers keep the old ones, or sleep, until `publish`."""
+        with self._forward_lock:
+            self._changing = True
         try:
             yield
         finally:  # an update that failed may have changed weights too
             self._version += 1
+            self._changing = False
+
+    def _published_logits(self, ids: Sequence[int]) -> Tensor:
+        """The logits of the published version over the tokens. When the trainer's weights are no longer those, only the
+        logits of tokens that were computed before are known: those up to the first token that differs."""
+        with self._forward_lock:
+            if not self._changing and self._version == self._published:
+                logits_TV = self._forward(ids)
+                self._known = self._known or (tuple(ids), logits_TV)
+                return logits_TV
+        assert self._known is not None, "publish computes the logits of a version before it changes"
+        known, logits_TV = self._known
+        same = next((n for n, (a, b) in enumerate(zip(known, ids, strict=False)) if a != b), min(len(known), len(ids)))
+        return logits_TV[:same]
 
     async def publish(self) -> dict[str, float]:
         start = time.perf_counter()
         async with self._update_lock:
-            await self._stage_current()
+            await self._stage(self._version)
             written = time.perf_counter()
             if self.settings.sleeps:
                 named_platform("auto").empty_cache()  # servers need the memory that the update used
             servers = list(self.servers)
+            for server in servers:  # at once: no request that begins from now on is sampled by an older version
+                self.router.pause(server.name)
+            self._published, self._known = self._version, None
             outcomes = await asyncio.gather(*(self._update(s) for s in servers), return_exceptions=True)
+            if self._known is None:  # no server answered; those that start later are compared with this
+                await asyncio.to_thread(self._published_logits, self.oracle.prompt())
         await self._drop_failed(servers, outcomes)
         differences = [outcome for outcome in outcomes if isinstance(outcome, float)]
         return {
@@ -177,7 +217,7 @@ class RemoteEngine:
     def describe_servers(self) -> dict[str, Any]:
         """The servers and their state, for processes that ask them by themselves."""
         return {
-            "version": self._version,
+            "version": self._published,
             "servers": [
                 {
                     "name": server.name,
@@ -200,15 +240,15 @@ class RemoteEngine:
         await self.router.close()
         self.weights.close()
 
-    async def _rest(self, server: ServerReplica) -> None:
-        if server.serving and server.version == self._version:
+    async def _check(self, server: ServerReplica, sleep: bool) -> None:
+        if server.serving and server.version == self._published:
             await canary(server, self.oracle)
-        if self.settings.sleeps and server not in self.joined.values():
+        if sleep and server not in self.joined.values():
             self.router.pause(server.name)
             await server.sleep()
 
     async def _update(self, server: ServerReplica) -> float:
-        """Load the current weights into a server, check them, and only then give it requests. Returns the canary's
+        """Load the published weights into a server, check them, and only then give it requests. Returns the canary's
         difference."""
         self.router.pause(server.name)
         if server in self.joined.values():  # a node that is gone must not hold up the others until a load times out
@@ -285,14 +325,14 @@ class RemoteEngine:
         task.add_done_callback(ended)
 
     async def _join(self, one: ServerAnnouncement, make: Callable[[ServerAnnouncement], ServerReplica]) -> None:
-        """Load the current weights into a server and add it. If that fails it is tried again; a problem is reported
+        """Load the published weights into a server and add it. If that fails it is tried again; a problem is reported
         when it changes."""
         server = None
         try:
             server = make(one)
             await server.call(HttpCall("/health"), HEALTH_SECONDS)
             async with self._update_lock:
-                await self._stage_current()
+                await self._stage_published()
                 await self._bring_up(server)
                 self.router.add(server)
                 self.servers.append(server)
@@ -303,7 +343,7 @@ class RemoteEngine:
                 _log.warning("%s cannot join yet: %s", one.url, problem)
         else:
             self._join_problems.pop(one, None)
-            _log.warning("%s joined the run with weights of version %d", server.name, self._version)
+            _log.warning("%s joined the run with weights of version %d", server.name, self._published)
         finally:
             if server is not None and one not in self.joined:
                 await server.close()
@@ -332,10 +372,10 @@ class RemoteEngine:
         self.router.lost(server.name, f"{server.name} is lost after {tried}: {reason}")
 
     async def _restart(self, server: LaunchedServer) -> None:
-        """Start the process again and load the current weights; ended if that fails."""
+        """Start the process again and load the published weights; ended if that fails."""
         async with self._update_lock:
             try:
-                await self._stage_current()
+                await self._stage_published()
                 await server.up(await self.weights.folder())
                 await self._catch_up(server)
             except EngineError:
@@ -343,9 +383,10 @@ class RemoteEngine:
                 raise
 
     async def _catch_up(self, server: ServerReplica) -> None:
-        """Update the server until it has the current weights: they may change while it loads or runs the canary."""
+        """Update the server. A transport that reads the trainer's memory is used again if the trainer's weights changed
+        while the server loaded them or ran the canary."""
         while True:
-            await self._stage_current()
+            await self._stage_published()
             version = self._version
             try:
                 await self._update(server)
@@ -354,10 +395,16 @@ class RemoteEngine:
                 if version == self._version:
                     raise
 
-    async def _stage_current(self) -> None:
-        """Stage the current weights. Repeats if the version changed meanwhile."""
-        while self.weights.version != self._version:
-            await self.weights.stage(self._version)
+    async def _stage_published(self) -> None:
+        """Stage the published weights, if they are not. If the transport reads the trainer's memory, the published ones
+        are those that the trainer has now."""
+        if not self.weights.keeps_staged and self._published != self._version:
+            self._published, self._known = self._version, None
+        await self._stage(self._published)
+
+    async def _stage(self, version: int) -> None:
+        if self.weights.version != version:
+            await self.weights.stage(version)
 
     def _watcher_ended(self, name: str, watcher: asyncio.Task[None]) -> None:
         """Mark the server as lost if its watcher failed, because nothing would restart it."""

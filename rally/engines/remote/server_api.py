@@ -210,8 +210,10 @@ def checked_generation(
     first_token_seconds: Any = None,
     sampling_logprobs: Any = None,
     routes: Routes | None = None,
+    salted: bool = False,
 ) -> Generation:
-    """The generation; ReplicaGone if the fields of the response are missing or inconsistent."""
+    """The generation; ReplicaGone if the fields of the response are missing or inconsistent. `salted`: the server finds
+    cached prefixes by the salt of the request, so they may be of the version before it."""
     sampled = _ids(ids, request.params.max_tokens)
     if prompt_tokens is not None and prompt_tokens != len(request.prompt_ids):
         raise ReplicaGone(
@@ -230,7 +232,7 @@ def checked_generation(
         logprobs=_logprobs(logprobs, len(sampled)),
         finish=reason,
         cached_tokens=cached_tokens if isinstance(cached_tokens, int) else 0,
-        spans=_spans(spans, len(sampled), request),
+        spans=_spans(spans, len(sampled), request, salted),
         sampling_logprobs=_logprobs(sampling_logprobs, len(sampled)) if sampling_logprobs else (),
         queued_seconds=_seconds(queued_seconds),
         first_token_seconds=_seconds(first_token_seconds),
@@ -303,17 +305,21 @@ def _seconds(value: Any) -> float:
     return float(value) if isinstance(value, (int, float)) else 0.0
 
 
-def _spans(reported: Any, count: int, request: GenerationRequest) -> tuple[WeightSpan, ...]:
-    """The weight version of each token: as the server reports, else the version before and after, if they are equal."""
+def _spans(reported: Any, count: int, request: GenerationRequest, salted: bool) -> tuple[WeightSpan, ...]:
+    """The weight version of each token, as the server reports it. If it does not, all tokens count as of the oldest
+    version that it had: repeating the request would favour short responses. A request that waited during an update may
+    have used prefixes of the older version, so its first token counts as of that one."""
     if count == 0:
         return ()
-    if reported:
-        return _reported_spans(reported, count)
-    if request.before != request.after:
-        raise SampleVoid(
-            "weights changed while the server sampled, and it does not report at which token; the request is repeated"
-        )
-    return (WeightSpan(request.before, 0, count),)
+    if not reported and request.after is None:
+        raise SampleVoid("the server failed to load weights while it sampled; the request is repeated")
+    if not reported:
+        return (WeightSpan(request.before, 0, count),)
+    spans = _reported_spans(reported, count)
+    if not salted or spans[0].version <= request.before:
+        return spans
+    rest = (WeightSpan(spans[0].version, 1, spans[0].end),) if spans[0].end > 1 else ()
+    return (WeightSpan(request.before, 0, 1), *rest, *spans[1:])
 
 
 def _reported_spans(reported: Any, count: int) -> tuple[WeightSpan, ...]:

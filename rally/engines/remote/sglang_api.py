@@ -78,6 +78,7 @@ class Sglang:
             prompt_tokens=meta.get("prompt_tokens"),
             cached_tokens=meta.get("cached_tokens"),
             queued_seconds=meta.get("queue_time"),  # only with --enable-metrics
+            salted=True,
             routes=int32_routes(
                 meta.get("routed_experts"), len(request.prompt_ids) + len(ids) - 1, request.route_experts
             ),

@@ -78,6 +78,7 @@ class Vllm:
             prompt_tokens=usage.get("prompt_tokens"),
             cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
             routes=npy_routes(choice.get("routed_experts")),
+            salted=True,
         )
 
     def abort(self, request_id: str) -> HttpCall | None:

@@ -41,6 +41,11 @@ class WeightTransport(Protocol):
     """How weights get to servers. `stage` fixes a version, `send` gives it to one server."""
 
     @property
+    def keeps_staged(self) -> bool:
+        """Whether the staged version can still be sent after the policy has changed."""
+        ...
+
+    @property
     def version(self) -> int | None:
         """The version staged last."""
         ...
@@ -70,6 +75,8 @@ class WeightTransport(Protocol):
 class WeightFiles:
     """A `WeightTransport` by files. `write` writes the policy into a folder, in files of bounded size; the folders are
     made under `parent`."""
+
+    keeps_staged = True
 
     def __init__(self, write: Callable[[Path], None], parent: Path) -> None:
         self._write = write
@@ -173,6 +180,8 @@ class IpcHandles:
 class CudaIpcWeights:
     """A `WeightTransport` by CUDA IPC. `weights` returns the current policy. `files` is used to start servers, and for
     everything once handles have failed."""
+
+    keeps_staged = False
 
     def __init__(self, weights: Callable[[], Mapping[str, Tensor]], files: WeightFiles) -> None:
         self._weights = weights

@@ -79,6 +79,12 @@ def remote_engine_of(
     """The engine over launched servers or over running ones (rollout.mode). `decode` finds stop strings."""
     attention.install(model)  # for the packed forward of training; the embedded engine installs it itself
     rollout = config.rollout
+    if config.separate and rollout.mode != "server" and shares_gpu(config, model, nodes):
+        raise EngineError(
+            "trainer_mode=separate_async needs GPUs for the servers that the trainer does not use, and there are too "
+            "few; lower trainer.n_gpus_per_node or rollout.data_parallel_size, reserve nodes for the servers "
+            "(rollout.nnodes with trainer.launcher=ray), or set trainer_mode=colocate_async"
+        )
     if rollout.mode == "server":
         api = SERVER_APIS[rollout.server_kind]()
         settings = client_settings_of(config, model, decode)
@@ -110,8 +116,10 @@ def joining_of(config: Config, model: PreTrainedModel, decode: Decode | None = N
 
 def router_settings_of(config: Config) -> RouterSettings:
     server, running = config.rollout.server, config.rollout.max_num_seqs
+    # So that requests always wait. While requests go on during an update, the canary must not wait for one to end.
+    most = max(1, running - 1) if config.asynchronous else running + -(-running // 4)
     return RouterSettings(
-        max_in_flight=server.max_in_flight or running + -(-running // 4),  # so that requests always wait
+        max_in_flight=server.max_in_flight or most,
         max_tries=server.max_tries,
         give_up_after=server.give_up_after,
         health_every=server.health_every,
@@ -145,6 +153,7 @@ def uses_cuda_ipc(config: Config, model: PreTrainedModel, nodes: RunNodes = THIS
     rollout = config.rollout
     able = rollout.server_kind == "sglang" and rollout.mode != "server" and not has_adapters(model)
     able = able and has_kernels(model.device)
+    able = able and not config.asynchronous  # the trainer's weights change while servers sample
     backend = rollout.checkpoint_engine.backend
     return backend == "ipc" or (backend == "naive" and able and shares_one_gpu(config, model, nodes))
 
@@ -241,7 +250,7 @@ def shares_one_gpu(config: Config, model: PreTrainedModel, nodes: RunNodes = THI
 
 def sleeps(config: Config, model: PreTrainedModel, nodes: RunNodes = THIS_MACHINE) -> bool:
     """Whether servers free their GPU memory during the update. Rally's own server cannot."""
-    able = config.rollout.server_kind != "rally"
+    able = config.rollout.server_kind != "rally" and not config.asynchronous  # they sample during the update
     return able and lends_memory(config) and shares_gpu(config, model, nodes)
 
 
@@ -399,6 +408,7 @@ def engine_of(config: Config, inputs: RunInputs, policy: Policy, nodes: RunNodes
 
 
 def samples_during_update(config: Config, model: PreTrainedModel) -> bool:
-    """Whether a batch is sampled while the policy trains on the one before. On a GPU the two would share its memory and
-    its kernels' streams; there a fixed lag samples first and updates then."""
-    return config.asynchronous and config.trainer.v1.colocate_async.fixed_lag and model.device.type == "cpu"
+    """Whether a batch is sampled while the policy trains on the one before: by servers, or by an embedded engine on the
+    CPU. On a GPU the two would share its memory and its kernels' streams; there a fixed lag samples first and updates
+    then."""
+    return config.fixed_lag and (config.rollout.name != "embedded" or model.device.type == "cpu")

@@ -52,8 +52,8 @@ def engine_settings_of(config: Config) -> EngineSettings:
 def lends_memory(config: Config) -> bool:
     """Whether the engine frees the memory of its KV cache during the update. Requests that go on across an update with
     their old KV need it."""
-    rollout, free_running = config.rollout, not config.trainer.v1.colocate_async.fixed_lag
-    needed = config.asynchronous and free_running and rollout.in_flight == "keep"
+    rollout = config.rollout
+    needed = config.asynchronous and not config.fixed_lag and rollout.in_flight == "keep"
     return rollout.free_cache_engine and rollout.enable_sleep_mode and not needed
 
 

@@ -93,7 +93,7 @@ def trainer_of(
                 check_frozen(teacher, compared, config.max_model_len, f"the teacher {key}")
     sampling = sampling_of(config, inputs.codec)
     make: Callable[..., Trainer] = Trainer
-    fixed_lag = config.asynchronous and config.trainer.v1.colocate_async.fixed_lag
+    fixed_lag = config.fixed_lag
     if checkpoint and not fixed_lag and checkpoint.holds(AHEAD):
         console.note(f"the batch that {checkpoint.path.name} holds was sampled with a fixed lag; it is sampled again")
     if config.asynchronous and steps:

@@ -95,15 +95,15 @@ class ProcessGroup:
     ) -> None:
         self.rank, self.world_size, self.device = rank, world_size, device
         interface = interface_of(rendezvous.address)
-        self._platform = PLATFORMS.get(device)
-        if self._platform is not None:
-            self._platform.module.set_device(rendezvous.local_rank)
+        platform = PLATFORMS.get(device)
+        if platform is not None:
+            platform.module.set_device(rendezvous.local_rank)
             if interface is not None:  # the backend reads it and opens ports at the first collective
-                os.environ.setdefault(self._platform.socket_interface, interface)
+                os.environ.setdefault(platform.socket_interface, interface)
         timeout = timedelta(seconds=seconds)
         with _gloo_on(interface):
             dist.init_process_group(
-                "gloo" if self._platform is None else self._platform.backend,
+                "gloo" if platform is None else platform.backend,
                 store=rendezvous.store(world_size) if store is None else store,
                 rank=rank,
                 world_size=world_size,
@@ -118,7 +118,7 @@ class ProcessGroup:
 
     def _check_members(self, secret: bytes, groups: Sequence[Any]) -> None:
         """Raise unless every member of the groups knows the secret, which exists since before they formed."""
-        everyone = [None, *groups] if self._platform is None else groups  # None: all ranks, over gloo
+        everyone = groups if self.device in PLATFORMS else [None, *groups]  # None: all ranks, over gloo
         for number, group in enumerate(everyone):
             proofs = [_proof(secret, number, rank) for rank in range(self.world_size)]
             gathered = [torch.zeros_like(proofs[0]) for _ in proofs]

@@ -184,7 +184,7 @@ def test_servers_share_a_gpu_with_the_trainer_where_there_is_no_other(
 def test_handles_are_for_the_trainers_own_gpu(home: Path, tmp_path: Path) -> None:
     model = load_model(str(home / "model"))
     config = run_config(home, tmp_path / "run", f"{R}.name=vllm", f"{R}.checkpoint_engine.backend=ipc")
-    with pytest.raises(EngineError, match="one server on one GPU, the trainer's"):
+    with pytest.raises(EngineError, match="one server on one CUDA GPU, the trainer's"):
         transport_of(config, model)
     elsewhere = (f"{R}.name=vllm", f"{R}.mode=server", f"{R}.server.url=http://10.0.0.1:1")
     for key in ("checkpoint_engine.backend=ipc", "free_cache_engine=false"):

@@ -94,6 +94,7 @@ async def _read(process: asyncio.subprocess.Process, max_output: int) -> tuple[b
 POLL_SECONDS = 0.1
 TERMINATE_SECONDS = 5.0
 QUOTED_LINES = 12
+QUOTED_BYTES = 64 * 1024  # a log may have any size
 
 
 class ServerProcess:
@@ -131,9 +132,12 @@ class ServerProcess:
 
     def log_tail(self) -> str:
         """The path of the log and its last lines, indented."""
-        with self.log.open("rb") as file:
-            file.seek(self._begins)
-            lines = file.read().decode(errors="replace").splitlines()
+        try:
+            with self.log.open("rb") as file:
+                file.seek(max(self._begins, file.seek(0, os.SEEK_END) - QUOTED_BYTES))
+                lines = file.read(QUOTED_BYTES).decode(errors="replace").splitlines()
+        except OSError as problem:
+            return f"its log, {self.log}, cannot be read ({problem.strerror})"
         quoted = "\n".join(f"  {line}" for line in lines[-QUOTED_LINES:])
         return f"its log is {self.log} and ends with\n{quoted}" if quoted else f"its log, {self.log}, is empty"
 

@@ -1,0 +1,20 @@
+"""The log of a server process: its end is quoted, whatever its size, and its absence is no error."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+from rally.util.subprocesses import QUOTED_BYTES, QUOTED_LINES, ServerProcess
+
+
+async def test_the_end_of_a_long_log_is_quoted(tmp_path: Path) -> None:
+    program = f"print('x' * {3 * QUOTED_BYTES})\nfor i in range(100): print('line', i)"
+    process = ServerProcess([sys.executable, "-c", program], {}, tmp_path / "log")
+    async with asyncio.timeout(60):
+        await process.ended()
+    quoted = process.log_tail().splitlines()
+    assert len(quoted) == 1 + QUOTED_LINES and quoted[-2].strip() == "line 99", "the last line says how it ended"
+    assert "x" * 100 not in process.log_tail()
+    (tmp_path / "log").unlink()
+    assert process.log_tail() == f"its log, {tmp_path / 'log'}, cannot be read (No such file or directory)"
+    await process.stop()

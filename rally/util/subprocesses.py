@@ -64,6 +64,7 @@ async def run_process(
     try:
         async with asyncio.TaskGroup() as group:
             group.create_task(_feed(process, stdin))
+            group.create_task(_end_rest(process))
             reading = group.create_task(_read(process, max_output))
         output, cut = reading.result()
         return ProcessResult(code=await process.wait(), output=output, cut=cut)
@@ -78,6 +79,14 @@ async def _feed(process: asyncio.subprocess.Process, stdin: bytes) -> None:
         process.stdin.write(stdin)
         await process.stdin.drain()
     process.stdin.close()
+
+
+async def _end_rest(process: asyncio.subprocess.Process) -> None:
+    """End what a program has left behind when it ended: it may hold the output open, which is read to its end. (`wait`
+    of some Python versions waits for the output, too.)"""
+    while process.returncode is None:
+        await asyncio.sleep(POLL_SECONDS)
+    kill_group(process.pid)
 
 
 async def _read(process: asyncio.subprocess.Process, max_output: int) -> tuple[bytes, int]:

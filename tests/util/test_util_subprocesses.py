@@ -1,10 +1,10 @@
-"""The log of a server process: its end is quoted, whatever its size, and its absence is no error."""
+"""Child processes: a program ends with everything it started, and the end of a server's log is quoted."""
 
 import asyncio
 import sys
 from pathlib import Path
 
-from rally.util.subprocesses import QUOTED_BYTES, QUOTED_LINES, ServerProcess
+from rally.util.subprocesses import QUOTED_BYTES, QUOTED_LINES, ServerProcess, run_process
 
 
 async def test_the_end_of_a_long_log_is_quoted(tmp_path: Path) -> None:
@@ -18,3 +18,11 @@ async def test_the_end_of_a_long_log_is_quoted(tmp_path: Path) -> None:
     (tmp_path / "log").unlink()
     assert process.log_tail() == f"its log, {tmp_path / 'log'}, cannot be read (No such file or directory)"
     await process.stop()
+
+
+async def test_a_program_that_leaves_a_process_behind_has_ended() -> None:
+    async with asyncio.timeout(60):
+        ended = await run_process(["sh", "-c", "sleep 600 & echo $!"])
+        while Path(f"/proc/{int(ended.text)}").exists():
+            await asyncio.sleep(0.02)
+    assert ended.code == 0

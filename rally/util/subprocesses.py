@@ -132,7 +132,13 @@ class ServerProcess:
 
     @property
     def alive(self) -> bool:
-        return self._child.poll() is None
+        """The child is waited for by `stop` alone: until then the kernel gives its number to no other process group."""
+        if self._child.returncode is not None:
+            return False
+        try:
+            return os.waitid(os.P_PID, self._child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+        except ChildProcessError:  # another thread waits for it in `stop`
+            return False
 
     async def ended(self) -> None:
         """Wait until it has ended, for whatever reason."""
@@ -157,6 +163,6 @@ class ServerProcess:
             deadline = time.monotonic() + TERMINATE_SECONDS + 2
             while self.alive and time.monotonic() < deadline:
                 await asyncio.sleep(POLL_SECONDS)
-        if self._child.returncode is None:  # else its guard has killed the group, and the number may be another's
-            kill_group(self._child.pid)
+        if self._child.returncode is None:  # else the number may be another's
+            kill_group(self._child.pid)  # its guard has done so, unless it was killed itself
         await asyncio.to_thread(self._child.wait)

@@ -1,6 +1,8 @@
 """Child processes: a program ends with everything it started, and the end of a server's log is quoted."""
 
 import asyncio
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -26,3 +28,17 @@ async def test_a_program_that_leaves_a_process_behind_has_ended() -> None:
         while Path(f"/proc/{int(ended.text)}").exists():
             await asyncio.sleep(0.02)
     assert ended.code == 0
+
+
+async def test_what_a_server_started_ends_even_if_the_guard_was_killed(tmp_path: Path) -> None:
+    program = "import subprocess, time; print(subprocess.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"
+    process, log = ServerProcess([sys.executable, "-c", program], {}, tmp_path / "log"), tmp_path / "log"
+    async with asyncio.timeout(60):
+        while not (last := log.read_text().splitlines()[-1]).isdigit():
+            await asyncio.sleep(0.02)
+        os.kill(process.pid, signal.SIGKILL)
+        await process.ended()
+        await process.stop()
+        assert not process.alive
+        while Path(f"/proc/{last}").exists():
+            await asyncio.sleep(0.02)

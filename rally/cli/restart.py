@@ -1,11 +1,12 @@
 """`--restart`: runs a command again when it has lost a rank or a node, until it is done.
 
 The command runs as a child process, because a lost rank can leave torch in a state that only the end of the process
-clears. It resumes from its last checkpoint by itself.
+clears. It resumes from its last checkpoint by itself. If this process is killed, the kernel asks the run to stop.
 """
 
 from __future__ import annotations
 
+import ctypes
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from types import FrameType
 from typing import NamedTuple
 
 from rally.types import LOST_EXIT_CODE
+from rally.util.process_guard import PR_SET_PDEATHSIG
 
 MAX_RESTARTS = 3  # in a row without a new checkpoint
 PAUSE_SECONDS = 2.0
@@ -67,10 +69,15 @@ def _run(command: Sequence[str]) -> _Outcome:
 
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        child = subprocess.Popen(command, process_group=0)
+        child = subprocess.Popen(command, process_group=0, preexec_fn=_end_with_this)
         if asked:  # before it was started
             child.terminate()
         return _Outcome(child.wait(), asked)
     finally:
         for number, action in before.items():
             signal.signal(number, action)
+
+
+def _end_with_this() -> None:
+    """Runs in the child before the command."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -11,11 +11,12 @@ import asyncio
 import itertools
 import json
 import os
+import queue
 import subprocess
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from dataclasses import asdict
@@ -60,13 +61,16 @@ class EnvProcess:
         except OSError as error:
             raise EnvError(f"env.python={python} cannot be started ({error}); name a Python of 3.11 or later") from None
         self.ended: str | None = None  # how it ended, once it has
+        self.killed = False  # then it ends soon
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._waiting: dict[int, Future[dict[str, Any]]] = {}
+        self._requests: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._errors: deque[str] = deque(maxlen=QUOTED_LINES)
         self._error_thread = threading.Thread(target=self._read_errors, name="rally-env-errors", daemon=True)
         self._error_thread.start()
         threading.Thread(target=self._read_answers, name="rally-env-process", daemon=True).start()
+        threading.Thread(target=self._write_requests, name="rally-env-requests", daemon=True).start()
 
     def next_number(self) -> int:
         return next(self._numbers)
@@ -75,32 +79,45 @@ class EnvProcess:
         """Send a request. The answer fails with EnvError if the environment raised, or if the process ended."""
         answer: Future[dict[str, Any]] = Future()
         call = self.next_number()
+        line = json.dumps({"call": call, **fields}) + "\n"
         with self._lock:
             if self.ended is not None:
                 answer.set_exception(EnvError(self.ended))
                 return answer
             self._waiting[call] = answer
-            assert self._process.stdin is not None
-            with suppress(BrokenPipeError, OSError):  # it has ended; the reader reports it
-                self._process.stdin.write(json.dumps({"call": call, **fields}) + "\n")
-                self._process.stdin.flush()
+            self._requests.put(line)
         return answer
 
     def kill(self) -> None:
+        self.killed = True
         kill_group(self._process.pid)
+
+    def _write_requests(self) -> None:
+        """Runs in a thread: a pipe that the process does not read would block the callers, who have deadlines."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError, OSError):  # it has ended; the reader reports it
+            while line := self._requests.get():
+                self._process.stdin.write(line)
+                self._process.stdin.flush()
 
     def _read_answers(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            answer = json.loads(line)
+            try:
+                answer = json.loads(line)
+            except (ValueError, RecursionError) as problem:
+                self._errors.append(f"it answered something that is not JSON ({problem})")
+                self.kill()
+                break
             with self._lock:
                 waiting = self._waiting.pop(answer["call"], None)
-            if waiting is None or waiting.cancelled():
+            if waiting is None:
                 continue
-            if "error" in answer:
-                waiting.set_exception(_raised(answer))
-            else:
-                waiting.set_result(answer)
+            with suppress(InvalidStateError):  # its caller has given up, perhaps at this moment
+                if "error" in answer:
+                    waiting.set_exception(_raised(answer))
+                else:
+                    waiting.set_result(answer)
         self._end()
 
     def _read_errors(self) -> None:
@@ -122,8 +139,9 @@ class EnvProcess:
         with self._lock:
             self.ended = f"the environment process {self.python} ended {how}" + (f": {said}" if said else "")
             waiting, self._waiting = self._waiting, {}
+            self._requests.put("")  # ends the writer
         for answer in waiting.values():
-            if not answer.cancelled():
+            with suppress(InvalidStateError):  # its caller has given up
                 answer.set_exception(EnvError(self.ended))
 
 
@@ -139,7 +157,7 @@ def process_of(python: str) -> EnvProcess:
     """The running process of a Python; another one is started if it has ended."""
     with _LOCK:
         process = _PROCESSES.get(python)
-        if process is None or process.ended is not None:
+        if process is None or process.killed or process.ended is not None:
             process = _PROCESSES[python] = EnvProcess(python)
         return process
 

@@ -2,7 +2,8 @@
 
 Every seat is an ordinary episode with its own reward. While a seat waits for the others, no deadline of a method runs;
 the limits of its turn and episode do. A seat whose episode fails ends the match with an error for all seats. A seat
-that a limit stops abandons the match: the others end with reward 0. So no seat waits for one that never comes back.
+that a limit stops abandons the match: the others end with reward 0. A match fails if it is the turn of a seat whose
+episode does not begin, as after its last retry. So no seat waits for one that never comes, or never comes back.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from rally.envs.base import EnvError, EnvTurn, MatchEnd, SeatTurn
 from rally.envs.session import EnvReset, EnvSession, EnvStep, SeatPresence
 from rally.types import Message
 
+ABSENT_SECONDS = 120.0  # for the episode of a seat to begin, once it is its turn
+
 
 class SeatMatch:
     """One game of several seats. All methods run in one event loop."""
@@ -24,7 +27,9 @@ class SeatMatch:
     def __init__(self, game: EnvSession, seats: int) -> None:
         self.game, self.seats = game, seats
         self.left: set[int] = set()
+        self.present: set[int] = set()  # seats whose episodes have begun
         self._begun: asyncio.Task[None] | None = None
+        self._closed = False
         self._state: SeatTurn | MatchEnd | EnvError | None = None
         self._waiting: dict[int, tuple[asyncio.Future[None], SeatPresence]] = {}
 
@@ -54,13 +59,25 @@ class SeatMatch:
             self._waiting[seat] = woken, presence
             presence.waits()
             try:
-                await woken
+                async with asyncio.timeout(ABSENT_SECONDS if self._absent() is not None else None) as limit:
+                    await woken
+            except TimeoutError:
+                if not limit.expired():
+                    raise
             finally:
                 if self._waiting.pop(seat, None) is not None:  # cancelled, not woken
                     presence.returns()
+            if limit.expired() and (absent := self._absent()) is not None:
+                missing = f"seat {absent} did not begin its episode within {ABSENT_SECONDS:g} s"
+                self._advance(EnvError(f"{missing}, so its match in {self.game.name} cannot go on"))
+
+    def _absent(self) -> int | None:
+        """The seat whose turn it is, if its episode has not begun."""
+        state = self._state
+        return state.seat if isinstance(state, SeatTurn) and state.seat not in self.present else None
 
     async def leave(self, seat: int, failed: bool) -> list[str]:
-        """The episode of a seat is over. Returns what failed when the last one closed the game."""
+        """The episode of a seat is over. Returns what failed when the last one of those that began closed the game."""
         self.left.add(seat)
         if failed and not isinstance(self._state, MatchEnd | EnvError):
             self._advance(EnvError(f"the episode of seat {seat} failed, so its match in {self.game.name} cannot go on"))
@@ -68,7 +85,10 @@ class SeatMatch:
             told = {"abandoned": True, "abandoned_by": seat}
             rewards = dict.fromkeys(range(self.seats), 0.0)
             self._advance(MatchEnd(rewards=rewards, info=dict.fromkeys(range(self.seats), told)))
-        return await self.game.close() if len(self.left) == self.seats else []
+        if self._closed or self.left != self.present:
+            return []
+        self._closed = True
+        return await self.game.close()
 
     async def _start(self) -> None:
         try:
@@ -117,6 +137,7 @@ class MatchTable:
         if number and (gone := attempts.finished - {seat}):
             raise EnvError(f"seat {min(gone)} of this match has finished, so seat {seat} cannot play it again")
         match = attempts.matches.setdefault(number, SeatMatch(game(), seats))
+        match.present.add(seat)
 
         def leave(failed: bool) -> None:
             if not failed:

@@ -64,6 +64,7 @@ async def run_process(
     try:
         async with asyncio.TaskGroup() as group:
             group.create_task(_feed(process, stdin))
+            group.create_task(_end_rest(process))
             reading = group.create_task(_read(process, max_output))
         output, cut = reading.result()
         return ProcessResult(code=await process.wait(), output=output, cut=cut)
@@ -80,6 +81,14 @@ async def _feed(process: asyncio.subprocess.Process, stdin: bytes) -> None:
     process.stdin.close()
 
 
+async def _end_rest(process: asyncio.subprocess.Process) -> None:
+    """End what a program has left behind when it ended: it may hold the output open, which is read to its end. (`wait`
+    of some Python versions waits for the output, too.)"""
+    while process.returncode is None:
+        await asyncio.sleep(POLL_SECONDS)
+    kill_group(process.pid)
+
+
 async def _read(process: asyncio.subprocess.Process, max_output: int) -> tuple[bytes, int]:
     assert process.stdout is not None
     kept = bytearray()
@@ -94,6 +103,7 @@ async def _read(process: asyncio.subprocess.Process, max_output: int) -> tuple[b
 POLL_SECONDS = 0.1
 TERMINATE_SECONDS = 5.0
 QUOTED_LINES = 12
+QUOTED_BYTES = 64 * 1024  # a log may have any size
 
 
 class ServerProcess:
@@ -122,7 +132,13 @@ class ServerProcess:
 
     @property
     def alive(self) -> bool:
-        return self._child.poll() is None
+        """The child is waited for by `stop` alone: until then the kernel gives its number to no other process group."""
+        if self._child.returncode is not None:
+            return False
+        try:
+            return os.waitid(os.P_PID, self._child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+        except ChildProcessError:  # another thread waits for it in `stop`
+            return False
 
     async def ended(self) -> None:
         """Wait until it has ended, for whatever reason."""
@@ -131,9 +147,12 @@ class ServerProcess:
 
     def log_tail(self) -> str:
         """The path of the log and its last lines, indented."""
-        with self.log.open("rb") as file:
-            file.seek(self._begins)
-            lines = file.read().decode(errors="replace").splitlines()
+        try:
+            with self.log.open("rb") as file:
+                file.seek(max(self._begins, file.seek(0, os.SEEK_END) - QUOTED_BYTES))
+                lines = file.read(QUOTED_BYTES).decode(errors="replace").splitlines()
+        except OSError as problem:
+            return f"its log, {self.log}, cannot be read ({problem.strerror})"
         quoted = "\n".join(f"  {line}" for line in lines[-QUOTED_LINES:])
         return f"its log is {self.log} and ends with\n{quoted}" if quoted else f"its log, {self.log}, is empty"
 
@@ -144,6 +163,6 @@ class ServerProcess:
             deadline = time.monotonic() + TERMINATE_SECONDS + 2
             while self.alive and time.monotonic() < deadline:
                 await asyncio.sleep(POLL_SECONDS)
-        if self._child.returncode is None:  # else its guard has killed the group, and the number may be another's
-            kill_group(self._child.pid)
+        if self._child.returncode is None:  # else the number may be another's
+            kill_group(self._child.pid)  # its guard has done so, unless it was killed itself
         await asyncio.to_thread(self._child.wait)

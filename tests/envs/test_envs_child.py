@@ -1,9 +1,12 @@
 """Environments in a process of their own: played like others; deaths, hangs and mistakes are reported in words."""
 
+import asyncio
+import json
 import os
 import signal
 import sys
 import venv
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -132,3 +135,35 @@ def test_a_python_that_cannot_run_is_refused(tmp_path: Path) -> None:
     script.chmod(0o755)
     with pytest.raises(EnvError, match="ended with exit code 1: too old"):
         ChildEnvironment(str(script), "a.B")
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.drill("reliability", "An environment process stops reading", "Its episodes fail at their deadlines")
+async def test_a_process_that_reads_nothing_blocks_nobody(python: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rally.envs.child.CLOSE_SECONDS", 0.2)
+    session = opened(python)
+    pid = int((await session.reset()).messages[0]["content"].split()[-1])
+    os.kill(pid, signal.SIGSTOP)
+    session._timeout = 1.0
+    began = asyncio.get_running_loop().create_task(asyncio.sleep(0.5))
+    with pytest.raises(EnvError, match="step of the environment echo"):
+        await session.step(EnvTurn(text="more than a pipe holds" * 10_000))
+    assert began.done(), "the event loop went on"
+    session._timeout = 30.0
+    assert await session.close() != []
+    assert (await opened(python).reset()).messages, "another process plays the next episode"
+
+
+async def test_an_answer_that_comes_as_its_caller_gives_up_ends_no_other(python: str) -> None:
+    session, process = opened(python), process_of(python)
+    await session.reset()
+    assert isinstance(session._environment, ChildEnvironment)
+    late: Any = Future()
+    late.cancelled = lambda: False  # it is cancelled right after it was asked
+    Future.cancel(late)
+    number = process.next_number()
+    process._waiting[number] = late
+    request = {"call": number, "object": session._environment._object, "method": "seats"}
+    process._requests.put(json.dumps(request) + "\n")
+    assert (await session.step(EnvTurn(text="fine"))).reward == 1.5
+    assert await session.close() == []

@@ -9,9 +9,11 @@ import pytest
 from loop_cases import Reply, ScriptedEngine, check_tiling, make_runner, said, sampling_of
 
 from rally.chat import ChatCodec
-from rally.envs import EnvError, Environment, Environments, EnvSpec, EnvTurn, MatchEnd, SeatTurn
+from rally.envs import EnvError, Environment, Environments, EnvSession, EnvSpec, EnvTurn, MatchEnd, SeatTurn
+from rally.envs.match import MatchTable
 from rally.envs.registry import find_environment
 from rally.envs.rows import SeedPlan, env_tasks
+from rally.envs.session import SeatPresence
 from rally.loops import Runner
 from rally.rewards import Score
 from rally.train.batch import build_batch
@@ -128,6 +130,29 @@ def test_a_failure_fails_every_seat_and_a_retry_meets_again(tiny: ChatCodec) -> 
 class EndsAtOnce(HigherWins):
     def play(self, turn: EnvTurn) -> MatchEnd:
         return MatchEnd(rewards={0: -1.0, 1: 1.0})
+
+
+async def test_a_seat_whose_episode_never_begins_fails_the_match(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rally.envs.match.ABSENT_SECONDS", 0.2)
+    closed: list[int] = []
+
+    class Closing(HigherWins):
+        def close(self) -> None:
+            closed.append(1)
+
+    row = {"env": "game", "id": "1", "seed": 1}
+    game = EnvSession(EnvSpec(label="game", make=Closing), row, 1, 20.0)
+    table, presence = MatchTable(), SeatPresence()
+    first = table.seat("match", 0, 2, lambda: game, presence)
+    assert (await first.reset()).messages[0]["content"] == "Seat 0, name a number."
+    async with asyncio.timeout(30):
+        with pytest.raises(EnvError, match=r"seat 1 did not begin its episode within 0\.2 s"):
+            await first.step(EnvTurn(text="1"))
+    assert await first.close(failed=True) == [] and closed == [1], "the game is closed"
+    late = table.seat("match", 1, 2, lambda: game, presence)
+    with pytest.raises(EnvError, match="seat 1 did not begin"):
+        await late.reset()
+    assert await late.close(failed=True) == [] and closed == [1]
 
 
 def test_a_seat_that_never_had_a_turn_has_a_reward_and_no_tokens(tiny: ChatCodec) -> None:

@@ -127,3 +127,23 @@ def test_rally_serve_announces_itself_while_it_runs(
     assert [one["url"] for one in seen] == ["http://127.0.0.1:18734"] and len(seen[0]["token"]) > 20
     assert seen[0]["token"] not in result.output and not os.listdir(join_folder(tmp_path))
     assert "--join needs an address" in str(CliRunner().invoke(app, [*options, "--port", "0"]).exception)
+
+
+def test_announcements_that_cannot_be_read_end_nothing_and_reveal_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = ServerAnnouncement("http://me:hunter2@10.0.0.7:8000", "t0ken")
+    file = announce(tmp_path, secret)
+    assert file.name == "10.0.0.7-8000.json" and secret.name == "http://10.0.0.7:8000"
+    joining = JoinFolder(join_folder(tmp_path), lambda one: pytest.fail("nobody joins"))
+    (file.parent / "nested.json").write_text("[" * 50_000)
+    (file.parent / "wrong.json").write_text(json.dumps({"url": "ftp://me:hunter2@10.0.0.8"}))
+    assert joining.read() == {secret}
+
+    def broken(self: Path, pattern: str) -> None:
+        raise OSError(116, "Stale file handle")
+
+    monkeypatch.setattr(Path, "glob", broken)
+    assert joining.read() == {secret}, "a folder that cannot be listed for a moment is no farewell"
+    assert caplog.text.count("does not announce a server") == 2 and "Stale file handle" in caplog.text
+    assert "hunter2" not in caplog.text + repr(secret) and "t0ken" not in caplog.text + repr(secret)

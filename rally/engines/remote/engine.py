@@ -320,7 +320,7 @@ class RemoteEngine:
             if self._attempts.get(one) is task:
                 del self._attempts[one]
             if not task.cancelled() and (problem := task.exception()) is not None:
-                _log.warning("%s failed to join or to leave: %s: %s", one.url, type(problem).__name__, problem)
+                _log.warning("%s failed to join or to leave: %s: %s", one.name, type(problem).__name__, problem)
 
         task.add_done_callback(ended)
 
@@ -340,7 +340,7 @@ class RemoteEngine:
         except EngineError as problem:
             if self._join_problems.get(one) != str(problem):
                 self._join_problems[one] = str(problem)
-                _log.warning("%s cannot join yet: %s", one.url, problem)
+                _log.warning("%s cannot join yet: %s", one.name, problem)
         else:
             self._join_problems.pop(one, None)
             _log.warning("%s joined the run with weights of version %d", server.name, self._published)

@@ -55,7 +55,7 @@ def shots(run: RunData) -> list[Shot]:
         ),
         Shot("viewer_group", f"#/group?group={group}&color=advantage", ".side .t"),
         Shot("viewer_compare", "#/compare", ".diff"),
-        Shot("viewer_rewards", "#/rewards?kind=val&step=10", ".bars a"),
+        Shot("viewer_rewards", "#/rewards?step=3", ".bars a"),
         Shot("viewer_tasks", "#/tasks?kind=val&sort=last", ".tasklist .task"),
         Shot("viewer_dark", f"#/timeline?step={last}", "canvas[data-episodes]", dark=True),
     ]

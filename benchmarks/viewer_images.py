@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,7 +55,7 @@ def shots(run: RunData) -> list[Shot]:
         ),
         Shot("viewer_group", f"#/group?group={group}&color=advantage", ".side .t"),
         Shot("viewer_compare", "#/compare", ".diff"),
-        Shot("viewer_rewards", "#/rewards?kind=val&step=10", ".bars a"),
+        Shot("viewer_rewards", "#/rewards?step=3", ".bars a"),
         Shot("viewer_tasks", "#/tasks?kind=val&sort=last", ".tasklist .task"),
         Shot("viewer_dark", f"#/timeline?step={last}", "canvas[data-episodes]", dark=True),
     ]
@@ -117,17 +117,19 @@ def small(picture: Image.Image) -> Image.Image:
 
 
 def main() -> None:
-    demo, *agents = open_runs([Path(path) for path in sys.argv[1:]])
-    for run in (demo, *agents):
-        run.indexer.catch_up()
+    demo, *agents = map(Path, sys.argv[1:])
     IMAGES.mkdir(exist_ok=True)
-    make((demo,), shots(demo))
+    make([demo], shots)
     if agents:
-        make((*agents, demo), agent_shots(agents[0]))
+        make([*agents, demo], agent_shots)
 
 
-def make(runs: Sequence[RunData], wanted: Sequence[Shot]) -> None:
-    """The pictures over these runs."""
+def make(paths: Sequence[Path], chosen: Callable[[RunData], list[Shot]]) -> None:
+    """The pictures that `chosen` names for the first of these runs."""
+    runs = open_runs(paths)
+    for run in runs:
+        run.indexer.catch_up()
+    wanted = chosen(runs[0])
     server, url = serve(*runs)
     for dark in {shot.dark for shot in wanted}:
         with Browser(*SIZE, dark=dark) as browser:

@@ -9,6 +9,7 @@ from rally.types import (
     Segment,
     StopReason,
     Task,
+    ToolAnswer,
     ToolCall,
     ToolResponse,
     ToolResult,
@@ -90,6 +91,7 @@ turns = st.builds(
     cached_tokens=st.integers(0, 99),
     started=clock,
     seconds=clock,
+    tool_answers=st.lists(st.builds(ToolAnswer, text=texts, call=st.none() | tool_calls), max_size=2).map(tuple),
 )
 tasks = st.builds(
     Task,

@@ -122,14 +122,15 @@ export function rewardsView(root, app) {
   function drawCells(pen, g, color) {
     const accent = color("accent"),
       raised = color("raised"),
-      chosen = step()[0];
+      chosen = step()[0],
+      share = (counts, one) => one / (sum(counts) || 1),
+      best = shown.reduce((most, { counts }) => counts.reduce((a, one) => Math.max(a, share(counts, one)), most), 0);
     shown.forEach(({ first, last, counts }, n) => {
-      const x = LEFT + n * g.wide,
-        all = sum(counts);
+      const x = LEFT + n * g.wide;
       counts.forEach((one, bin) => {
         const y = (data.bins.length - 1 - bin) * g.row;
         pen.fillStyle = one ? accent : raised;
-        pen.globalAlpha = one ? 0.1 + (0.9 * one) / all : 0.5;
+        pen.globalAlpha = one ? 0.1 + (0.9 * share(counts, one)) / best : 0.5;
         pen.fillRect(x, y, g.wide - (g.wide > 4 ? 1 : 0), g.row - 1);
       });
       pen.globalAlpha = 1;
@@ -221,7 +222,10 @@ export function rewardsView(root, app) {
       data = found;
       canvas.dataset.steps = data.steps.length;
       const none = kind === "val" ? "No validation is recorded." : NO_EPISODES;
-      put(words, data.steps.length ? "Darker is a larger share of a step’s rewards. A click chooses a step." : none);
+      put(
+        words,
+        data.steps.length ? "A stronger colour is a larger share of a step’s rewards. A click chooses a step." : none,
+      );
       drawHead();
       draw();
     },

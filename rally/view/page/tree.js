@@ -3,7 +3,7 @@
 import { count, h, number, put } from "./dom.js";
 import { segmentTokens, tokenBlock } from "./tokens.js";
 
-const WIDE = 36,
+const WIDE = 40,
   TALL = 26,
   LEFT = 92;
 const ROLES = { assistant: "policy", tool: "tool", user: "user" };

@@ -66,8 +66,7 @@ class EngineError(RallyError):
 
 
 class PromptLogprobs(NamedTuple):
-    """Log-probabilities, at temperature 1, of consecutive tokens of a prompt, and the likeliest tokens at each of
-    them, likeliest first."""
+    """Log-probabilities of consecutive tokens of a prompt, and the likeliest tokens at each of them, likeliest first."""
 
     logprobs: list[float]
     top_ids: list[list[int]]

@@ -152,6 +152,9 @@ class GatewaySession:
         request.refuse_unknown()
         if request.n != 1:
             raise Refused(400, f"n must be 1, not {request.n}; send one request for each completion", param="n")
+        if request.top_logprobs:
+            problem = f"top_logprobs={request.top_logprobs} is not supported during a run; leave it out"
+            raise Refused(400, problem, param="top_logprobs")
         requested = {name: getattr(request, name) for name in ("temperature", "top_p", "top_k", "min_p")}
         differ = any(value is not None and value != self._sampling.get(name) for name, value in requested.items())
         self.transcript.counts["overruled"] += differ or request.ignore_eos or request.seed is not None

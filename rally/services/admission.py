@@ -83,8 +83,10 @@ class Admission:
         self._count(ask, generation)
         return generation
 
-    async def prompt_logprobs(self, ids: Sequence[int], start: int, top: int) -> PromptLogprobs:
-        found = await self._held_while(self.served.engine.prompt_logprobs(ids, start, top))
+    async def prompt_logprobs(
+        self, ids: Sequence[int], start: int, top: int, temperature: float = 1.0
+    ) -> PromptLogprobs:
+        found = await self._held_while(self.served.engine.prompt_logprobs(ids, start, top, temperature))
         self._ends["scored"] += 1
         return found
 

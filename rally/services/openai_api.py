@@ -34,6 +34,15 @@ from rally.services.openai_responses import (
     chat_shape,
 )
 from rally.services.responses_api import Responses
+from rally.services.token_scores import (
+    NOTHING_SAMPLED,
+    EchoedPrompt,
+    TokenScorer,
+    chat_alternatives,
+    check_alternatives,
+    echoed_choice,
+    token_offsets,
+)
 from rally.types import Generation, Message, RallyError
 
 TOOL_LISTS = 64  # the number of codecs that are cached
@@ -44,6 +53,7 @@ class OpenAI:
 
     def __init__(self, admission: Admission) -> None:
         self._admission, self._served = admission, admission.served
+        self._scorer = TokenScorer(admission)
         self._started = int(time.time())
         self._codec = lru_cache(maxsize=TOOL_LISTS)(self._codec_for)
 
@@ -73,19 +83,63 @@ class OpenAI:
     async def completions(self, request: Request) -> Response:
         body = CompletionRequest.model_validate_json(await request.body())
         self._check(body)
+        check_alternatives(body.logprobs or 0, "logprobs", stream=body.stream)
         prompts = [self._encoded(prompt) for prompt in body.prompts]
         limit = body.max_tokens if body.max_tokens is not None else COMPLETION_TOKENS
         asks = [
-            SamplingAsk(prompt, body.sampling(choice, limit, self._served.eos_ids))
+            SamplingAsk(prompt, body.sampling(choice, limit or int(body.echo), self._served.eos_ids))
             for prompt in prompts
             for choice in range(body.n)
         ]
-        return await self._answer(request, body, asks, CompletionShape(self._decode))
+        shape = CompletionShape(self._decode)
+        if not (body.echo or body.logprobs):
+            return await self._answer(request, body, asks, shape)
+        if body.stream:
+            raise Refused(400, "echo cannot be streamed; leave stream out", param="echo")
+        return JSONResponse(await unless_gone(request, self._scored(body, asks, shape, sample=limit != 0)))
+
+    async def _scored(
+        self, body: CompletionRequest, asks: Sequence[SamplingAsk], shape: CompletionShape, *, sample: bool
+    ) -> Json:
+        """A whole completion with its prompts or with alternatives. Without `sample` the prompts are only scored."""
+        if not all(ask.prompt_ids for ask in asks):
+            raise Refused(400, "an empty prompt cannot be continued; give at least one token", param="prompt")
+        generations = await self._whole(asks) if sample else [NOTHING_SAMPLED] * len(asks)
+        answer = CompletionResponse(shape, self._options(body), asks).whole(generations)
+        echoes = [self._echoed(prompt) for prompt in body.prompts for _ in range(body.n)] if body.echo else []
+        for index, (ask, generation) in enumerate(zip(asks, generations, strict=True)):
+            scores = None
+            if body.logprobs is not None:
+                scores = await self._scorer.scores(ask, generation, prompt=body.echo, alternatives=body.logprobs)
+            echo = echoes[index] if echoes else EchoedPrompt("", [])
+            begins = token_offsets(generation.ids, self._decode)
+            answer["choices"][index] = echoed_choice(answer["choices"][index], echo, begins, scores, self._decode_all)
+        return answer
+
+    def _echoed(self, prompt: str | list[int]) -> EchoedPrompt:
+        if isinstance(prompt, str):
+            if self._served.tokenizer.is_fast:
+                pairs = self._served.tokenizer(prompt, return_offsets_mapping=True)["offset_mapping"]
+                return EchoedPrompt(prompt, [start for start, _ in pairs])
+            return EchoedPrompt(prompt, token_offsets(self._encoded(prompt), self._decode_all))
+        return EchoedPrompt(self._decode_all(prompt), token_offsets(prompt, self._decode_all))
 
     async def chat(self, request: Request) -> Response:
         body = ChatRequest.model_validate_json(await request.body())
         asks, shape = self._chat_asks(body)
-        return await self._answer(request, body, asks, shape)
+        if not body.top_logprobs:
+            return await self._answer(request, body, asks, shape)
+        return JSONResponse(await unless_gone(request, self._with_alternatives(body, asks, shape)))
+
+    async def _with_alternatives(self, body: ChatRequest, asks: Sequence[SamplingAsk], shape: Shape) -> Json:
+        """A whole chat completion with the likeliest tokens at each position."""
+        generations = await self._whole(asks)
+        answer = CompletionResponse(shape, self._options(body), asks).whole(generations)
+        for choice, ask, generation in zip(answer["choices"], asks, generations, strict=True):
+            scores = await self._scorer.scores(ask, generation, prompt=False, alternatives=body.top_logprobs)
+            for entry, score in zip(choice["logprobs"]["content"], scores, strict=True):
+                entry["top_logprobs"] = chat_alternatives(score, self._decode_all)
+        return answer
 
     def admit(self, request: Request) -> None:
         """The application has checked the token."""
@@ -120,6 +174,9 @@ class OpenAI:
         requested = body.length_limit
         limit = requested if requested is not None else max(1, self._served.engine.max_model_len - len(prompt))
         grammar = grammar_of(body.constraint, codec)
+        check_alternatives(body.top_logprobs, "top_logprobs", stream=body.stream, grammar=grammar)
+        if body.top_logprobs and not body.logprobs:
+            raise Refused(400, "top_logprobs needs logprobs=true", param="top_logprobs")
         asks = [SamplingAsk(prompt, body.sampling(choice, limit, codec.stop_ids, grammar)) for choice in range(body.n)]
         return asks, chat_shape(codec, body.constraint)
 
@@ -186,10 +243,16 @@ class OpenAI:
             return ids
         return prompt
 
-    def _decode(self, ids: Sequence[int]) -> str:
-        text = self._served.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    def _decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        text = self._served.tokenizer.decode(
+            list(ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
+        )
         assert isinstance(text, str)
         return text
+
+    def _decode_all(self, ids: Sequence[int]) -> str:
+        """The text with its special tokens."""
+        return self._decode(ids, skip_special=False)
 
     def _codec_for(self, tools: str) -> ChatCodec:
         served = self._served

@@ -24,7 +24,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "service_tier": (None, "auto", "default"),
     "store": (None, False),
     "suffix": (None, ""),
-    "top_logprobs": (None, 0),
 }
 
 
@@ -90,13 +89,10 @@ class SamplingRequest(BaseModel):
 class CompletionRequest(SamplingRequest):
     prompt: str | list[int] | list[str] | list[list[int]]
     logprobs: int | None = None
+    echo: bool = False
 
     @property
     def wants_logprobs(self) -> bool:
-        if self.logprobs:
-            raise Refused(
-                400, "only the log-probability of the sampled token is available; set logprobs=0", param="logprobs"
-            )
         return self.logprobs is not None
 
     @property
@@ -149,6 +145,7 @@ class ChatRequest(SamplingRequest):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = "auto"
     logprobs: bool | None = None
+    top_logprobs: int = 0
     max_completion_tokens: int | None = None
     response_format: dict[str, Any] | None = None
     parallel_tool_calls: bool = True

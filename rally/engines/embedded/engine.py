@@ -147,9 +147,11 @@ class EmbeddedEngine:
                 self._wake.notify()
             raise
 
-    async def prompt_logprobs(self, ids: Sequence[int], start: int, top: int = 0) -> PromptLogprobs:
-        """The log-probabilities, at temperature 1, of `ids[start:]`, and the `top` likeliest tokens there. The forward
-        runs between two steps of the engine. Cancelling the awaiting task cancels a request that has not begun."""
+    async def prompt_logprobs(
+        self, ids: Sequence[int], start: int, top: int = 0, temperature: float = 1.0
+    ) -> PromptLogprobs:
+        """The log-probabilities of `ids[start:]`, and the `top` likeliest tokens there. The forward runs between two
+        steps of the engine. Cancelling the awaiting task cancels a request that has not begun."""
         vocabulary = self.core.model.config.get_text_config().vocab_size
         check_prompt(ids, start, top, vocabulary=vocabulary, max_model_len=self.max_model_len)
         if self._closed:
@@ -158,7 +160,7 @@ class EmbeddedEngine:
 
         def work() -> PromptLogprobs | None:
             with self._lock, self._steps.working():
-                return None if gone.is_set() else prompt_logprobs(self.core.model, ids, start, top)
+                return None if gone.is_set() else prompt_logprobs(self.core.model, ids, start, top, temperature)
 
         try:
             found = await asyncio.to_thread(work)

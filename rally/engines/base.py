@@ -66,7 +66,7 @@ class EngineError(RallyError):
 
 
 class PromptLogprobs(NamedTuple):
-    """Log-probabilities of consecutive tokens of a prompt, and the likeliest tokens at each of them, likeliest first."""
+    """Log-probabilities of consecutive tokens of a prompt, and the likeliest tokens at each, likeliest first."""
 
     logprobs: list[float]
     top_ids: list[list[int]]

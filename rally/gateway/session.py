@@ -88,7 +88,7 @@ class GatewaySession:
 
     def count_tokens(self, request: ChatRequest) -> int:
         """The tokens of the request's messages, as a new prompt."""
-        conversation = ChatHistory.of(request.messages, request.offered_tools)
+        conversation = self._history(request)
         return len(self.transcript.codec_for(conversation).encode_prompt(conversation.messages))
 
     def close(self) -> None:
@@ -122,7 +122,7 @@ class GatewaySession:
             raise ended()
         self.transcript.counts["requests"] += 1
         self._check(request)
-        conversation = ChatHistory.of(request.messages, request.offered_tools)
+        conversation = self._history(request)
         grammar = await self._grammar(request, conversation)
         try:
             draft = self.transcript.draft(conversation)
@@ -158,6 +158,9 @@ class GatewaySession:
         requested = {name: getattr(request, name) for name in ("temperature", "top_p", "top_k", "min_p")}
         differ = any(value is not None and value != self._sampling.get(name) for name, value in requested.items())
         self.transcript.counts["overruled"] += differ or request.ignore_eos or request.seed is not None
+
+    def _history(self, request: ChatRequest) -> ChatHistory:
+        return ChatHistory.of(request.messages, request.offered_tools, request.variables_of(self._context.codec))
 
     def _budget(self, draft: Draft) -> TurnBudget:
         settings, transcript = self._context.settings, self.transcript

@@ -23,7 +23,6 @@ from rally.types import Message
 HARMLESS = frozenset({"metadata", "cache_control", "inference_geo"})
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "standard_only"),
-    "thinking": ({"type": "disabled"},),
     "container": (),
 }
 
@@ -42,6 +41,7 @@ class MessagesRequest(TranslatedRequest):
     stream: bool = False
     output_format: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
 
     def chat(self) -> ChatRequest:
         self.refuse_unknown(HARMLESS, NEUTRAL)
@@ -55,6 +55,7 @@ class MessagesRequest(TranslatedRequest):
             "parallel_tool_calls": not self.tool_choice.get("disable_parallel_tool_use", False),
             "response_format": self._response_format,
             "reasoning_effort": (self.output_config or {}).get("effort"),
+            "thinking": self.thinking,
             "max_tokens": self.max_tokens,
             "stop": self.stop_sequences or None,
             "temperature": self.temperature,

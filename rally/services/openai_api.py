@@ -151,7 +151,7 @@ class OpenAI:
     async def count_tokens(self, request: Request, chat: ChatRequest) -> int:
         self._check(chat)
         chat.check_messages()
-        return len(self._codec(json.dumps(chat.offered_tools)).encode_prompt(chat.messages))
+        return len(self._chat_codec(chat).encode_prompt(chat.messages))
 
     def stored_responses(self, request: Request) -> None:
         """Nothing is stored between requests."""
@@ -160,7 +160,7 @@ class OpenAI:
         """What a chat request asks of the engine, and the shape of its answer."""
         self._check(body)
         body.check_messages()
-        codec = self._codec(json.dumps(body.offered_tools))
+        codec = self._chat_codec(body)
         if body.offered_tools and (problem := codec.format_problem("--tool-format")):
             raise Refused(400, problem, param="tools")
         prompt = codec.encode_prompt(body.messages)
@@ -253,6 +253,10 @@ class OpenAI:
     def _decode_all(self, ids: Sequence[int]) -> str:
         """The text with its special tokens."""
         return self._decode(ids, skip_special=False)
+
+    def _chat_codec(self, body: ChatRequest) -> ChatCodec:
+        codec = self._codec(json.dumps(body.offered_tools))
+        return codec.with_variables(body.variables_of(codec))
 
     def _codec_for(self, tools: str) -> ChatCodec:
         served = self._served

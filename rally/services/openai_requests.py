@@ -7,7 +7,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from rally.chat import ChatCodec
 from rally.chat.grammars import ANY_OBJECT, Constraint
+from rally.chat.thinking import ThinkingError, ThinkingRequest
 from rally.services.admission import Refused
 from rally.types import Message, SamplingParams
 
@@ -149,6 +151,19 @@ class ChatRequest(SamplingRequest):
     max_completion_tokens: int | None = None
     response_format: dict[str, Any] | None = None
     parallel_tool_calls: bool = True
+    reasoning_effort: str | None = None
+    thinking: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def variables_of(self, codec: ChatCodec) -> dict[str, Any]:
+        """The template variables for what the request asks of the model's thinking."""
+        wanted = ThinkingRequest(
+            effort=self.reasoning_effort, thinking=self.thinking, variables=self.chat_template_kwargs
+        )
+        try:
+            return wanted.template_variables(codec)
+        except ThinkingError as problem:
+            raise Refused(400, str(problem), param=problem.field) from None
 
     @property
     def wants_logprobs(self) -> bool:

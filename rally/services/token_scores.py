@@ -1,5 +1,5 @@
-"""Adds what needs a forward of its own to finished completions: log-probabilities of an echoed prompt, and the likeliest
-tokens at each position.
+"""Adds what needs a forward of its own to finished completions: log-probabilities of an echoed prompt, and
+alternatives.
 
 The engine keeps neither of them while it samples. So the module's own forward over prompt and sampled tokens computes
 them afterwards, between two steps of the engine, with the same weights: a request during which the weights changed is
@@ -147,8 +147,8 @@ def token_offsets(ids: Sequence[int], decode: Decode) -> list[int]:
 def echoed_choice(
     choice: Json, prompt: EchoedPrompt, begins: Sequence[int], scores: Sequence[TokenScore] | None, decode: Decode
 ) -> Json:
-    """A choice with its prompt before it. `begins` are the offsets of its own tokens, and `scores` those of both, if they
-    are asked for."""
+    """A choice with its prompt before it. `begins` are the offsets of its own tokens, and `scores` those of both, if
+    they are asked for."""
     whole = {**choice, "text": prompt.text + choice["text"]}
     if scores is None:
         return whole

@@ -294,6 +294,17 @@ class ChatCodec:
             closed=stopped and ids[-1] in self._closing_ids,
         )
 
+    def settled(self, text: str) -> str:
+        """The beginning of an unfinished turn that will be the beginning of its message's content, whatever follows. It
+        ends before the first word of a call, and before white space, which a call would remove."""
+        begins, thinking = self.format.begins, [marks.opening for marks in THINKING if marks.as_field]
+        if not begins or self._turns.thinking_prefilled or any(self._turns.frames["call"]):
+            return ""
+        if text[:1].isspace() or any(text.startswith(mark) or mark.startswith(text) for mark in thinking):
+            return ""
+        end = min((at for word in begins if (at := text.find(word)) >= 0), default=len(text))
+        return text[: end - partial_suffix(text[:end], begins)].rstrip()
+
     def message(self, parsed: Parsed) -> Message:
         """The parsed turn as an assistant message. Arguments are objects, as templates expect. The text of a malformed
         call stays in the content, so that it remains in the history."""
@@ -391,6 +402,15 @@ class ChatCodec:
                 end = text.find(marks.closing)
                 return end + len(marks.closing) if end >= 0 else 0
         return 0
+
+
+def partial_suffix(text: str, words: Sequence[str]) -> int:
+    """The length of the longest end of the text with which one of the words may begin."""
+    longest = max((len(word) for word in words), default=0)
+    for length in range(min(longest - 1, len(text)), 0, -1):
+        if any(word.startswith(text[-length:]) for word in words):
+            return length
+    return 0
 
 
 def _without_images(message: Message) -> Message:

@@ -61,6 +61,17 @@ def first_stop(
     return None
 
 
+class SampledTokens(NamedTuple):
+    """Consecutive sampled tokens and their logprobs."""
+
+    ids: list[int]
+    logprobs: list[float]
+
+
+OnTokens = Callable[[SampledTokens], None]
+"""Called in the caller's event loop with the tokens sampled since the last call; the Generation holds all of them."""
+
+
 class EngineError(RallyError):
     """A request or a setting that the engine does not support."""
 
@@ -148,7 +159,8 @@ class LockstepEngine(Protocol):
 
 @runtime_checkable
 class LocalEngine(Protocol):
-    """An engine in this process. It can sample under a grammar (`SamplingParams.grammar`)."""
+    """An engine in this process. It can sample under a grammar (`SamplingParams.grammar`), and its `generate` takes
+    `on_tokens: OnTokens`, which is told of tokens as they are sampled."""
 
     async def check_grammar(self, grammar: str) -> None:
         """Compile the grammar; raises RallyError if it cannot be applied."""

@@ -18,7 +18,8 @@ import json
 import secrets
 import socket
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from functools import lru_cache
 from ipaddress import ip_address
 from typing import Any
@@ -36,13 +37,14 @@ from rally.loops import LoopError
 from rally.rewards.score import plain
 from rally.services.admission import Refused, unless_gone
 from rally.services.anthropic_api import Messages
+from rally.services.api_translation import NO_CACHE, StreamPart, begun, is_whole
 from rally.services.http_guard import MEBIBYTE, Guard, HttpLimits, uvicorn_options
 from rally.services.openai_api import event
-from rally.services.openai_errors import HANDLERS
+from rally.services.openai_errors import HANDLERS, error_body
 from rally.services.openai_requests import ChatRequest
-from rally.services.openai_responses import Json
+from rally.services.openai_responses import Json, StreamBegin
 from rally.services.responses_api import Responses
-from rally.types import Message
+from rally.types import Message, RallyError
 
 PREFIX = "rally-"
 MAX_BODY = 32 * MEBIBYTE
@@ -122,11 +124,11 @@ class Gateway:
     async def _chat(self, request: Request) -> Response:
         session = self._session(request)
         chat = ChatRequest.model_validate_json(await request.body())
-        answer = await unless_gone(request, session.ask(chat))
         if not chat.stream:
-            return JSONResponse(answer)
+            return JSONResponse(await unless_gone(request, session.ask(chat)))
         usage = chat.stream_options is not None and chat.stream_options.include_usage
-        return StreamingResponse(_events(answer, usage), media_type="text/event-stream")
+        events = _events(await begun(request, session.stream(chat)), usage)
+        return StreamingResponse(events, media_type="text/event-stream", headers=NO_CACHE)
 
     async def _models(self, request: Request) -> Response:
         self._session(request)
@@ -141,6 +143,9 @@ class Gateway:
 
     async def complete(self, request: Request, chat: ChatRequest) -> Json:
         return await self._session(request).ask(chat)
+
+    def stream(self, request: Request, chat: ChatRequest) -> AsyncGenerator[StreamPart, None]:
+        return self._session(request).stream(chat)
 
     async def count_tokens(self, request: Request, chat: ChatRequest) -> int:
         return self._session(request).count_tokens(chat)
@@ -189,18 +194,21 @@ def gateway_at(host: str, port: int) -> Gateway:
     return Gateway(host, port)
 
 
-async def _events(answer: Json, usage: bool) -> AsyncIterator[bytes]:
-    """A complete answer as the events of a stream."""
-    head = {**{key: answer[key] for key in ("id", "created", "model")}, "object": "chat.completion.chunk"}
-    (choice,) = answer["choices"]
-    calls = [{"index": i, **call} for i, call in enumerate(choice["message"].get("tool_calls", ()))]
-    delta = {**choice["message"], **({"tool_calls": calls} if calls else {})}
-    rest = {key: value for key, value in choice.items() if key not in ("message", "finish_reason")}
-    yield event({**head, "choices": [{**rest, "delta": delta, "finish_reason": None}]})
-    yield event({**head, "choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]})
-    if usage:
-        yield event({**head, "choices": [], "usage": answer["usage"]})
-    yield b"data: [DONE]\n\n"
+async def _events(parts: AsyncGenerator[StreamPart, None], usage: bool) -> AsyncIterator[bytes]:
+    """The chunks of a stream as events, and its usage at the end if it is asked for."""
+    try:
+        async with aclosing(parts):
+            async for part in parts:
+                if isinstance(part, StreamBegin):
+                    continue
+                if not is_whole(part):
+                    yield event(part)
+                elif usage:
+                    head = {**{key: part[key] for key in ("id", "created", "model")}, "object": "chat.completion.chunk"}
+                    yield event({**head, "choices": [], "usage": part["usage"]})
+        yield b"data: [DONE]\n\n"
+    except RallyError as error:  # the status has been sent already, so the error goes into the stream
+        yield event(error_body(error))
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple, TypeVar
 from starlette.requests import Request
 from transformers import PreTrainedTokenizerBase
 
-from rally.engines.base import PromptLogprobs
-from rally.engines.embedded.engine import EmbeddedEngine, OnTokens
-from rally.engines.embedded.request_slots import SampledTokens
+from rally.engines.base import OnTokens, PromptLogprobs, SampledTokens
+from rally.engines.embedded.engine import EmbeddedEngine
 from rally.engines.embedded.sampler import NonFiniteLogits
 from rally.engines.prometheus import Metric, labelled
 from rally.types import Generation, RallyError, SamplingParams

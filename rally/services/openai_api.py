@@ -20,9 +20,10 @@ from starlette.routing import Route
 
 from rally.chat import ChatCodec
 from rally.chat.grammars import grammar_of
-from rally.engines.embedded.request_slots import SampledTokens
+from rally.engines.base import SampledTokens
 from rally.services.admission import Admission, Refused, RequestEvent, SamplingAsk, unless_gone
 from rally.services.anthropic_api import Messages
+from rally.services.api_translation import NO_CACHE, StreamPart, begun
 from rally.services.openai_errors import error_body
 from rally.services.openai_requests import COMPLETION_TOKENS, ChatRequest, CompletionRequest, SamplingRequest
 from rally.services.openai_responses import (
@@ -186,10 +187,9 @@ class OpenAI:
         answer = CompletionResponse(shape, self._options(body), asks)
         if not body.stream:
             return JSONResponse(answer.whole(await unless_gone(request, self._whole(asks))))
-        updates = self._admission.follow(asks, as_sampled=True)
-        first = await unless_gone(request, anext(updates))  # an error must come before the response begins
-        events = self._events(answer, first, updates, len(asks))
-        return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        updates = await begun(request, self._admission.follow(asks, as_sampled=True))
+        events = self._events(answer, updates, len(asks))
+        return StreamingResponse(events, media_type="text/event-stream", headers=NO_CACHE)
 
     def _options(self, body: CompletionRequest | ChatRequest) -> ResponseOptions:
         return ResponseOptions(
@@ -208,12 +208,27 @@ class OpenAI:
                 ends[index] = update
         return [ends[index] for index in range(len(asks))]
 
+    async def stream(self, request: Request, chat: ChatRequest) -> AsyncGenerator[StreamPart, None]:
+        asks, shape = self._chat_asks(chat)
+        answer = CompletionResponse(shape, self._options(chat), asks)
+        async with aclosing(self._admission.follow(asks, as_sampled=True)) as updates:
+            async for _, update in updates:
+                for begin in answer.opening():
+                    yield begin
+                if isinstance(update, SampledTokens):
+                    for piece in answer.pieces(0, update):
+                        yield piece
+                else:
+                    for piece in answer.ending(0, update):
+                        yield piece
+                    yield answer.whole([update])
+
     async def _events(
-        self, answer: CompletionResponse, first: RequestEvent, rest: AsyncGenerator[RequestEvent, None], count: int
+        self, answer: CompletionResponse, updates: AsyncGenerator[RequestEvent, None], count: int
     ) -> AsyncIterator[bytes]:
         ends: dict[int, Generation] = {}
         try:
-            async with aclosing(_prepend(first, rest)) as updates:
+            async with aclosing(updates):
                 async for index, update in updates:
                     if isinstance(update, SampledTokens):
                         pieces = answer.pieces(index, update)
@@ -280,14 +295,6 @@ def left_out(codec: ChatCodec, messages: Sequence[Message]) -> str | None:
                 return f"the parameter {parameter} of the tool {name}"
     calls = [call["function"]["name"] for message in messages for call in message.get("tool_calls") or ()]
     return next((f"the call of {name} in the messages" for name in calls if name not in shown), None)
-
-
-async def _prepend(first: RequestEvent, rest: AsyncGenerator[RequestEvent, None]) -> AsyncGenerator[RequestEvent, None]:
-    """`first`, then `rest`, which is closed with the generator."""
-    async with aclosing(rest):
-        yield first
-        async for update in rest:
-            yield update
 
 
 def event(body: Json) -> bytes:

@@ -24,6 +24,10 @@ ANTHROPIC_KINDS = {
 }
 
 
+def status_of(error: RallyError) -> int:
+    return error.status if isinstance(error, Refused) else 400
+
+
 def anthropic_error(error: RallyError, status: int) -> dict[str, Any]:
     """The JSON of an error in Anthropic's format."""
     kind = ANTHROPIC_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
@@ -32,7 +36,7 @@ def anthropic_error(error: RallyError, status: int) -> dict[str, Any]:
 
 def error_body(error: RallyError) -> dict[str, Any]:
     """The JSON of an error."""
-    status = error.status if isinstance(error, Refused) else 400
+    status = status_of(error)
     kind = "invalid_request_error" if status < 429 else "server_error" if status >= 500 else "rate_limit_error"
     details: dict[str, Any] = {"param": None, "code": None}
     if isinstance(error, Refused):
@@ -43,7 +47,7 @@ def error_body(error: RallyError) -> dict[str, Any]:
 def refuse(request: Request, error: Exception) -> Response:
     """The response for a RallyError."""
     assert isinstance(error, RallyError)
-    status = error.status if isinstance(error, Refused) else 400
+    status = status_of(error)
     pause = error.retry_after if isinstance(error, Refused) else 0
     anthropic = request.url.path.startswith(ANTHROPIC)
     body = anthropic_error(error, status) if anthropic else error_body(error)

@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rally.engines.base import EngineError, PromptLogprobs, UtilizationClock
+from rally.engines.base import EngineError, OnTokens, PromptLogprobs, UtilizationClock
 from rally.engines.embedded.core import EngineCore
 from rally.engines.embedded.prompt_logprobs import check_prompt, prompt_logprobs
-from rally.engines.embedded.request_slots import Request, SampledTokens
+from rally.engines.embedded.request_slots import Request
 from rally.engines.embedded.sampler import NonFiniteLogits
 from rally.engines.embedded.settings import EngineSettings
 from rally.models.token_masks import Grammars, GrammarState
@@ -45,9 +45,6 @@ operations, each of which releases the lock. With Python's default of 5 ms each 
 long beside a busy agent loop."""
 
 SELF_TEST = SamplingParams(temperature=0.0, max_tokens=1)
-
-OnTokens = Callable[[SampledTokens], None]
-"""Called in the caller's event loop with the tokens sampled since the last call; the Generation holds all of them."""
 
 _Waiter = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Generation]"]
 _Outcome = tuple["asyncio.Future[Generation]", Generation | BaseException]

@@ -55,7 +55,12 @@ async def run_command(
             f"the agent {command[0]} cannot be started ({error}); correct agent_loop_config.command"
         ) from None
     if ended.code:
-        how = f"by signal {-ended.code}" if ended.code < 0 else f"with exit code {ended.code}"
-        lines = "; ".join(line for line in ended.text.splitlines()[-QUOTED_LINES:] if line.strip())
-        raise AgentProgramFailed(f"it ended {how}" + (f": {redact(lines)}" if lines else ", without output"))
+        raise AgentProgramFailed(program_failure(ended.code, ended.text))
     return reported()
+
+
+def program_failure(code: int, output: str) -> str:
+    """How a program failed, with its last lines."""
+    how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+    lines = "; ".join(line for line in output.splitlines()[-QUOTED_LINES:] if line.strip())
+    return f"it ended {how}" + (f": {redact(lines)}" if lines else ", without output")

@@ -4,6 +4,7 @@
     POST /v1/messages, /v1/messages/count_tokens                 as in Anthropic's API
     GET, POST /v1/episode                         the row; the result of an agent in a process of its own
     POST /v1/episode/credit                       the reward of a call, or that it is not trained on
+    POST /v1/workers/claim, beat, report          for agent workers, with the run's token (worker_pool.py)
 
 The API key of an episode gives access to that episode only. An unknown key is answered with 401, the key of an ended
 episode with 410. One server, in its own thread, serves all episodes of the process.
@@ -33,6 +34,7 @@ from starlette.routing import Route
 from rally.gateway.agent_runner import MODEL, AgentClient, AgentThread
 from rally.gateway.credit import Credit
 from rally.gateway.session import GatewaySession, ended
+from rally.gateway.worker_pool import WorkerPool
 from rally.loops import LoopError
 from rally.rewards.score import plain
 from rally.services.admission import Refused, unless_gone
@@ -77,6 +79,7 @@ class Gateway:
         self._agents: AgentThread | None = None
         self._socket = _listen(host, port)
         self.base_url = f"http://{_in_url(host)}:{self._socket.getsockname()[1]}/v1"
+        self.workers = WorkerPool(self.base_url)
         routes = [
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
             Route("/v1/models", self._models),
@@ -85,6 +88,7 @@ class Gateway:
             *Messages(self).routes,
             Route("/v1/episode", self._episode, methods=["GET", "POST"]),
             Route("/v1/episode/credit", self._credit, methods=["POST"]),
+            *self.workers.routes,
         ]
         limits = HttpLimits(max_body=MAX_BODY, keep_alive_seconds=KEEP_ALIVE)
         # Any host name: every request carries the key of its episode, which no web page knows.

@@ -110,6 +110,17 @@ class GatewaySession:
         finally:
             work.cancel()
 
+    def set_waiting(self, waiting: bool) -> None:
+        """While the episode waits for a worker, only the deadline of the step counts. Callable from any thread."""
+        self._loop.call_soon_threadsafe(self._set_waiting, waiting)
+
+    def _set_waiting(self, waiting: bool) -> None:
+        now, ends_at = time.perf_counter(), self._context.ends_at
+        self._began = now
+        left = None if ends_at is None else max(0.0, ends_at - now)
+        if not self._closed:
+            self._give_time(left if waiting else self._context.turn_seconds(now))
+
     def count_tokens(self, request: ChatRequest) -> int:
         """The tokens of the request's messages, as a new prompt."""
         conversation = self._history(request)

@@ -61,10 +61,12 @@ class AgentWorker:
         headers = {"Authorization": f"Bearer {self._settings.token}"}
         limits = httpx.Limits(max_connections=None)
         url = f"{self._settings.gateway.rstrip('/').removesuffix('/v1')}/v1/workers/"
-        async with httpx.AsyncClient(base_url=url, headers=headers, timeout=60.0, limits=limits) as http:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(self._settings.jobs):
-                    group.create_task(self._play_all(http))
+        async with (
+            httpx.AsyncClient(base_url=url, headers=headers, timeout=60.0, limits=limits) as http,
+            asyncio.TaskGroup() as group,
+        ):
+            for _ in range(self._settings.jobs):
+                group.create_task(self._play_all(http))
 
     async def _play_all(self, http: httpx.AsyncClient) -> None:
         while True:

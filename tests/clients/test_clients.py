@@ -8,7 +8,6 @@ import asyncio
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -113,7 +112,6 @@ def outcome(python: str, name: str, server: ServerAddress, **environment: str) -
     done = subprocess.run(command, capture_output=True, text=True, env=own | QUIET | environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     line = json.loads(done.stdout.strip().splitlines()[-1])
-    print(line, file=sys.stderr)
     return str(line["result"])
 
 

@@ -1,4 +1,4 @@
-"""Streams over all APIs: text arrives while it is sampled, and adds up to what is answered and recorded without them."""
+"""Streams over all APIs: text arrives while it is sampled, and adds up to what is answered and recorded without."""
 
 import asyncio
 import json
@@ -96,7 +96,7 @@ def streamed(url: str, key: str, path: str, body: dict[str, Any], hold: bool = F
     text, pieces, finish, tokens = "", 0, "", 0
     calls: list[dict[str, Any]] = []
     for one in events(url, key, path, body):
-        assert one.get("type") != "error" and "error" not in one or one["error"] is None, one
+        assert one.get("type") != "error" and one.get("error") is None, one
         piece = ""
         if path == "chat/completions":
             delta = one["choices"][0]["delta"] if one["choices"] else {}

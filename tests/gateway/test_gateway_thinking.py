@@ -12,8 +12,8 @@ from rally.loops import LoopSpec
 from rally.types import Episode
 
 TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}"
-    "<|im_start|>assistant\n{% if enable_thinking is defined and not enable_thinking %}-{% endif %}{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking is defined and not enable_thinking %}-{% endif %}{% endif %}"
 )
 ASK = [{"role": "user", "content": "What is 2+2?"}]
 CODEC = ChatCodec(tiny_tokenizer(), "hermes", chat_template=TEMPLATE)
@@ -56,12 +56,10 @@ def test_another_value_starts_a_segment_that_is_rendered_with_it() -> None:
     off = {"chat_template_kwargs": {"enable_thinking": False}}
     episode = played({}, {}, off)
     first, second = texts(episode)
-    assert "-" not in first and episode.segments[1].prompt_ids == CODEC.with_variables(
-        {"enable_thinking": False}
-    ).encode_prompt(
-        [*ASK, {"role": "assistant", "content": "four"}, {"role": "user", "content": "Sure?"}]
-        + [{"role": "assistant", "content": "yes"}, {"role": "user", "content": "Sure?"}]
-    )
+    sure = {"role": "user", "content": "Sure?"}
+    said_before = [*ASK, {"role": "assistant", "content": "four"}, sure, {"role": "assistant", "content": "yes"}, sure]
+    rendered = CODEC.with_variables({"enable_thinking": False}).encode_prompt(said_before)
+    assert "-" not in first and episode.segments[1].prompt_ids == rendered
     assert second.endswith("assistant\n-no<|im_end|>") and episode.extra["agent"]["rewritten"] == 1
 
 

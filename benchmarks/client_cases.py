@@ -3,7 +3,7 @@
     python benchmarks/client_cases.py CASE BASE_URL API_KEY MODEL
 
 A case raises if its result is not what its API promises: with constrained decoding a model with random weights keeps
-these promises too. It prints the versions of the packages and a word about the result, as JSON. `client_matrix.py` runs
+these promises too. It prints the versions of the packages and a word about the result, as JSON. `tests/clients` runs
 all of them.
 """
 
@@ -273,6 +273,7 @@ def openai_refusals(server: Server) -> str:
             assert sentence in error.message, error.message
         else:
             raise AssertionError(f"not refused: {fields}")
+    client.chat.completions.create(model=server[2], messages=ASK, max_tokens=2)
     return f"{len(refused)} refusals"
 
 

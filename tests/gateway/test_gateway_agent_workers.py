@@ -152,7 +152,7 @@ def test_a_lost_worker_is_no_fault_of_the_policy_and_one_that_is_stopped_says_so
     worker.terminate()
     episode = result().episode
     assert episode.stop_reason is StopReason.ERROR and "was stopped" in str(episode.error)
-    assert episode.extra.get("fault", "infrastructure") == "infrastructure" and episode.turns[0].text == "four"
+    assert episode.extra["fault"] == "infrastructure" and episode.turns[0].text == "four"
     assert worker.wait(60) == 0 and gone(int(mark.read_text()))
 
 

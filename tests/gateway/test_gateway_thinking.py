@@ -13,7 +13,8 @@ from rally.types import Episode
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking is defined and not enable_thinking %}-{% endif %}{% endif %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}-{% endif %}{% endif %}"
 )
 ASK = [{"role": "user", "content": "What is 2+2?"}]
 CODEC = ChatCodec(tiny_tokenizer(), "hermes", chat_template=TEMPLATE)

@@ -24,7 +24,7 @@ def agent(
     patience: Annotated[float, typer.Option(help="Seconds without a gateway after which it ends.", min=0)] = 600.0,
 ) -> None:
     """Play the episodes of a run whose agent_loop_config has workers=true. RALLY_AGENT_TOKEN must be the run's."""
-    from rally.services.agent_worker import WorkerError, WorkerSettings, work
+    from rally.services.agent_worker import AgentWorkerSettings, WorkerError, work
 
     token = os.environ.get(TOKEN)
     if not token:
@@ -34,7 +34,7 @@ def agent(
     if shutil.which(command[0]) is None:
         raise RallyError(f"there is no program {command[0]!r}; correct the command after --")
     console = quiet_console()
-    settings = WorkerSettings(gateway=gateway, token=token, command=command, jobs=jobs, patience=patience)
+    settings = AgentWorkerSettings(gateway=gateway, token=token, command=command, jobs=jobs, patience=patience)
     console.note(f"agent worker {settings.name}: waits for episodes of {gateway}")
     played = asyncio.run(work(settings, console.note))
     console.note(f"{played} episodes were played")

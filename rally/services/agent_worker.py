@@ -37,7 +37,7 @@ class WorkerError(RallyError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerSettings:
+class AgentWorkerSettings:
     """`gateway` is the address of a run's gateway, `patience` the seconds without one after which the worker ends."""
 
     gateway: str
@@ -51,7 +51,7 @@ class WorkerSettings:
 class AgentWorker:
     """Plays episodes until the gateway is gone for `patience` seconds, or until it is cancelled."""
 
-    def __init__(self, settings: WorkerSettings, note: Callable[[str], None]) -> None:
+    def __init__(self, settings: AgentWorkerSettings, note: Callable[[str], None]) -> None:
         self._settings, self._note = settings, note
         self._reached = time.monotonic()
         self._told = False
@@ -143,7 +143,7 @@ def _refusal(answer: httpx.Response, gateway: str) -> str:
     return f"the gateway at {gateway} refused this worker: {message}"
 
 
-async def work(settings: WorkerSettings, note: Callable[[str], None]) -> int:
+async def work(settings: AgentWorkerSettings, note: Callable[[str], None]) -> int:
     """Play episodes until SIGTERM or SIGINT. Returns how many were played."""
     worker = AgentWorker(settings, note)
     running = asyncio.create_task(worker.run())

@@ -76,6 +76,10 @@ class EngineError(RallyError):
     """A request or a setting that the engine does not support."""
 
 
+class ContextExceeded(EngineError):
+    """A prompt, or a prompt and its answer, that does not fit the context length."""
+
+
 class PromptLogprobs(NamedTuple):
     """Log-probabilities of consecutive tokens of a prompt, and the likeliest tokens at each, likeliest first."""
 

@@ -10,6 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from rally.engines.base import ContextExceeded
 from rally.services.admission import ClientGone, Refused
 from rally.types import RallyError
 
@@ -38,7 +39,8 @@ def error_body(error: RallyError) -> dict[str, Any]:
     """The JSON of an error."""
     status = status_of(error)
     kind = "invalid_request_error" if status < 429 else "server_error" if status >= 500 else "rate_limit_error"
-    details: dict[str, Any] = {"param": None, "code": None}
+    too_long = isinstance(error, ContextExceeded)  # clients shorten their messages when they read this code
+    details: dict[str, Any] = {"param": None, "code": "context_length_exceeded" if too_long else None}
     if isinstance(error, Refused):
         details = {"param": error.param, "code": error.code}
     return {"error": {"message": str(error), "type": kind, **details}}

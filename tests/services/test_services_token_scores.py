@@ -114,6 +114,10 @@ async def test_what_cannot_be_scored_is_refused_in_a_sentence(http: httpx.AsyncC
     assert "max_tokens" in await asked(http, status=400, prompt=IDS, max_tokens=-1, echo=True)
     assert "an empty prompt" in await asked(http, status=400, prompt="", max_tokens=0, echo=True)
     assert "vocabulary" in await asked(http, status=400, prompt=[5, 99999], max_tokens=0, echo=True, logprobs=1)
+    for fields in ({"max_tokens": 999}, {"prompt": [5] * 300}, {"prompt": [5] * 300, "echo": True, "logprobs": 1}):
+        body = {"model": "tiny", **ask, "max_tokens": 0 if "echo" in fields else 1} | fields
+        answer = await http.post("/v1/completions", json=body)
+        assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded"
     chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
     assert "logprobs=true" in await asked(http, "chat/completions", 400, **chat, top_logprobs=2)
     assert "leave stream out" in await asked(

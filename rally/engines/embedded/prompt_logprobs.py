@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
-from rally.engines.base import EngineError, PromptLogprobs
+from rally.engines.base import ContextExceeded, EngineError, PromptLogprobs
 from rally.models.attention import body_of
 from rally.models.lm_head import chunk_rows, head_logits
 
@@ -23,7 +23,7 @@ MAX_TOP = 256
 def check_prompt(ids: Sequence[int], start: int, top: int, *, vocabulary: int, max_model_len: int) -> None:
     """Raise EngineError for a request that cannot be answered."""
     if len(ids) > max_model_len:
-        raise EngineError(f"{len(ids)} tokens are more than max_model_len={max_model_len}; send fewer or raise it")
+        raise ContextExceeded(f"{len(ids)} tokens are more than max_model_len={max_model_len}; send fewer or raise it")
     if not 1 <= start < len(ids):
         raise EngineError(f"start={start} of {len(ids)} tokens; it must be from 1 on and leave a token to score")
     if not 0 <= min(ids) <= max(ids) < vocabulary:

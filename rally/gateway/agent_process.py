@@ -19,6 +19,7 @@ from rally.gateway.agent_runner import AgentClient
 from rally.loops import LoopError
 from rally.redact import redact
 from rally.rewards.score import plain
+from rally.types import RallyError
 from rally.util.subprocesses import run_process
 
 MOST_TASK_BYTES = 100_000  # Linux allows 128 KiB for one variable
@@ -27,6 +28,10 @@ QUOTED_LINES = 8
 
 class AgentProgramFailed(Exception):
     """The program of an agent ended with an error."""
+
+
+class AgentWorkerLost(RallyError):
+    """The worker of an episode stopped answering, or was stopped (worker_pool.py)."""
 
 
 def check_command(command: Any) -> list[str]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import BaseModel
 
-from rally.gateway.agent_process import check_command, run_command
+from rally.gateway.agent_process import AgentWorkerLost, check_command, run_command
 from rally.gateway.agent_runner import Agent, RunningAgent, find_agent, run_agent
 from rally.loops import AgentLoopBase, AgentLoopOutput, LoopError
 from rally.loops.base import EpisodeFailed, Fault, fault_of
@@ -169,7 +169,8 @@ class BlackBoxAgentLoop(AgentLoopBase):
 
     def _meaning(self, session: GatewaySession, ended: CallEnd | None) -> tuple[StopReason, AgentReturn]:
         """The stop reason of the episode and the agent's return value. If the agent raises after it hit a limit, the
-        reason is that limit. Any other exception of the agent, and every failure of the engine, is raised."""
+        reason is that limit. Any other exception of the agent, and every failure of the engine or of a worker, is
+        raised."""
         if session.failure is not None:
             raise session.failure
         if ended is None and session.reported is not None:  # it reported, and did not end in time
@@ -178,7 +179,7 @@ class BlackBoxAgentLoop(AgentLoopBase):
             return (session.reason if session.over else StopReason.DEADLINE), AgentReturn()
         if ended.error is None:
             return session.reason, returned_by(str(self._agent), ended.value)
-        if session.reason is StopReason.STOP:
+        if session.reason is StopReason.STOP or isinstance(ended.error, AgentWorkerLost):
             problem = f"{type(ended.error).__name__}: {ended.error}"
             raise LoopError(f"the agent {self._agent} failed: {problem}") from ended.error
         return session.reason, AgentReturn()

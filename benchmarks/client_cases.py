@@ -3,7 +3,7 @@
     python benchmarks/client_cases.py CASE BASE_URL API_KEY MODEL
 
 A case raises if its result is not what its API promises: with constrained decoding a model with random weights keeps
-these promises too. It prints the versions of the packages and a word about the result, as JSON. `client_matrix.py` runs
+these promises too. It prints the versions of the packages and a word about the result, as JSON. `tests/clients` runs
 all of them.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
@@ -207,7 +208,7 @@ def instructor_modes(server: Server) -> str:
         except Exception as problem:
             if mode is not instructor.Mode.JSON:  # it asks for any JSON object: random weights write another one
                 raise
-            assert "ValidationError" in repr(problem) or "validation error" in str(problem), problem
+            assert "alidation" in repr(problem) or "incomplete" in str(problem), problem
             continue
         text = check(answer)
     return text
@@ -240,17 +241,77 @@ def crewai_crew(server: Server) -> str:
     return check(json.loads(answer) if isinstance(answer, str) else answer)
 
 
+def openai_scores(server: Server) -> str:
+    """Text completions: the log-probabilities of a prompt, and alternatives of a chat."""
+    client = openai_client(server)
+    answer = client.completions.create(model=server[2], prompt=QUESTION, echo=True, logprobs=2, max_tokens=1)
+    found = answer.choices[0].logprobs
+    assert answer.choices[0].text.startswith(QUESTION) and found.token_logprobs[0] is None
+    assert len(found.tokens) == len(found.token_logprobs) == len(found.top_logprobs) == len(found.text_offset)
+    chat = client.chat.completions.create(
+        model=server[2], messages=ASK, logprobs=True, top_logprobs=3, max_tokens=3, stream=False
+    )
+    assert all(len(entry.top_logprobs) == 3 for entry in chat.choices[0].logprobs.content)
+    return f"{len(found.tokens)} tokens"
+
+
+def openai_refusals(server: Server) -> str:
+    """What the gateway cannot do is refused in a sentence, with OpenAI's error class."""
+    import openai
+
+    client = openai_client(server)
+    refused: dict[str, dict[str, Any]] = {
+        "the model's chat template has no variable for it; leave it out": {"reasoning_effort": "low"},
+        "n must be 1, not 2; send one request for each completion": {"n": 2},
+        "top_logprobs=2 is not supported during a run; leave it out": {"logprobs": True, "top_logprobs": 2},
+        "frequency_penalty=0.5 is not supported; leave it out": {"frequency_penalty": 0.5},
+    }
+    for sentence, fields in refused.items():
+        try:
+            client.chat.completions.create(model=server[2], messages=ASK, max_tokens=2, **fields)
+        except openai.BadRequestError as error:
+            assert sentence in error.message, error.message
+        else:
+            raise AssertionError(f"not refused: {fields}")
+    client.chat.completions.create(model=server[2], messages=ASK, max_tokens=2)
+    return f"{len(refused)} refusals"
+
+
+LM_EVAL_ROWS = [
+    {"question": "What is 1+1?", "choices": ["2", "11", "no"], "answer": 0},
+    {"question": "Say", "choices": [" yes", " no"], "answer": 1},
+]
+
+
 def lm_eval_loglikelihood(server: Server) -> str:
-    from lm_eval.api.instance import Instance
+    """A task of lm_eval over log-probabilities; RALLY_TOKENIZER names the folder of the model's tokenizer."""
+    import tempfile
+    from pathlib import Path
+
+    import lm_eval
+    from lm_eval.api.task import ConfigurableTask
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 
+    os.environ["OPENAI_API_KEY"] = server[1]
     model = LocalCompletionsAPI(
-        base_url=f"{server[0]}/completions", model=server[2], tokenizer_backend=None, max_retries=1, num_concurrent=1
+        base_url=f"{server[0]}/completions",
+        model=server[2],
+        tokenizer=os.environ["RALLY_TOKENIZER"],
+        tokenizer_backend="huggingface",
+        max_retries=1,
+        batch_size=2,
     )
-    ask = Instance(request_type="loglikelihood", doc={}, arguments=("What is", " 2"), idx=0)
-    ((logprob, greedy),) = model.loglikelihood([ask])
-    assert logprob < 0
-    return f"{logprob:.3f} {greedy}"
+    with tempfile.TemporaryDirectory() as folder:
+        rows = Path(folder) / "rows.jsonl"
+        rows.write_text("\n".join(map(json.dumps, LM_EVAL_ROWS)))
+        files = {"data_files": {"test": str(rows)}, "cache_dir": folder}
+        config = {"task": "sums", "dataset_path": "json", "dataset_kwargs": files, "test_split": "test"}
+        config |= {"output_type": "multiple_choice", "target_delimiter": ""}
+        config |= {"doc_to_text": "{{question}}", "doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}"}
+        done = lm_eval.simple_evaluate(model=model, tasks=[ConfigurableTask(config=config)], bootstrap_iters=0)
+    assert 0 <= done["results"]["sums"]["acc,none"] <= 1
+    scored = sorted(done["samples"]["sums"], key=lambda sample: sample["doc_id"])
+    return json.dumps([[float(pair[0]) for pair in sample["filtered_resps"]] for sample in scored])
 
 
 class Case(NamedTuple):
@@ -258,7 +319,7 @@ class Case(NamedTuple):
 
     packages: tuple[str, ...]
     run: Callable[[Server], str]
-    server: bool = False  # needs `rally serve engine`: the gateway has no text completions
+    server: bool = False  # needs `rally serve engine`: the gateway has no text completions and no alternatives
 
 
 CASES = {
@@ -276,6 +337,8 @@ CASES = {
     "instructor TOOLS, JSON_SCHEMA, JSON": Case(("instructor",), instructor_modes),
     "autogen AssistantAgent, output_content_type": Case(("autogen-agentchat", "autogen-ext"), autogen_agent),
     "crewai LLM, response_format": Case(("crewai",), crewai_crew),
+    "openai chat, refusals": Case(("openai",), openai_refusals),
+    "openai completions with echo, top_logprobs": Case(("openai",), openai_scores, server=True),
     "lm_eval loglikelihood": Case(("lm_eval",), lm_eval_loglikelihood, server=True),
 }
 

@@ -8,6 +8,7 @@ sampled ids + delta ids. The full rendering of all messages (`render`) is the sp
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -21,13 +22,13 @@ from rally.chat.format_choice import FormatChoice, choose_format
 from rally.chat.formats import AUTO, ToolFormat, get_format
 from rally.chat.image_tokens import EncodedMessages, ImageTokens
 from rally.chat.template_probe import SanityMode, TemplateReport, compare, probe
-from rally.chat.templates import Escaped, Template, TemplateError, content_of, openai_shape
+from rally.chat.templates import QUESTION, Escaped, Template, TemplateError, content_of, openai_shape
 from rally.chat.turn_ends import Kind
 from rally.images.patches import Patches
 from rally.types import Image, ImageSpan, Message, RallyError, ToolCall
 
 ONE_CALL = "Only one tool call per turn is possible; this one was not run. Make it in your next turn"
-MAX_TOOL_LISTS = 256  # codecs to keep, one per tool list
+MAX_VARIANTS = 256  # codecs to keep, one per tool list and template variables
 
 
 class EncodedConversation(NamedTuple):
@@ -95,7 +96,8 @@ class ChatCodec:
         self._model_stops = tuple(i for i in stop_ids if i in added)
         stops = tuple(dict.fromkeys(i for i in (tokenizer.eos_token_id, *self._model_stops) if i is not None))
         self._turns = TurnTexts(self._template, stops)
-        self._by_tools: dict[str, ChatCodec] = {_key(self._template.tools): self}
+        self._variants: dict[str, ChatCodec] = {_key([self._template.tools, self._template.kwargs]): self}
+        self._reads: dict[str, bool] = {}
         self._prompt_ids = lru_cache(maxsize=max_cached)(self._encode_prompt_key)
         self._delta_ids = lru_cache(maxsize=max_cached // 4)(self._encode_delta_text)
         ends = self._turns.ends
@@ -110,25 +112,53 @@ class ChatCodec:
         """The tool list in OpenAI form, as passed to the template."""
         return self._template.tools
 
+    @property
+    def variables(self) -> Mapping[str, Any]:
+        """The variables that the template is given."""
+        return self._template.kwargs
+
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> ChatCodec:
         """This codec with another tool list. It is cached by the list."""
-        key = _key(openai_shape(tools))
-        if key not in self._by_tools:
-            if len(self._by_tools) >= MAX_TOOL_LISTS:  # an agent may send a different list with each request
-                del self._by_tools[next(iter(self._by_tools))]
+        return self._variant(openai_shape(tools), self._template.kwargs)
+
+    def with_variables(self, variables: Mapping[str, Any]) -> ChatCodec:
+        """This codec with further template variables, cached like those with other tools."""
+        return self._variant(self.tools, {**self._template.kwargs, **variables}) if variables else self
+
+    def _variant(self, tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> ChatCodec:
+        key = _key([tools, variables])
+        if key not in self._variants:
+            if len(self._variants) >= MAX_VARIANTS:  # an agent may send a different list with each request
+                del self._variants[next(iter(self._variants))]
             codec = ChatCodec(
                 self.tokenizer,
                 self.format,
                 tools,
                 stop_ids=self._model_stops,
                 chat_template=self._template.source,
-                template_kwargs=self._template.kwargs,
+                template_kwargs=variables,
                 patches=self.patches,
                 max_cached=self._max_cached,
             )
-            codec._by_tools, codec.chosen = self._by_tools, self.chosen
-            self._by_tools[key] = codec
-        return self._by_tools[key]
+            codec._variants, codec.chosen, codec._reads = self._variants, self.chosen, self._reads
+            self._variants[key] = codec
+        return self._variants[key]
+
+    def reads_variable(self, name: str, first: Any, second: Any) -> bool:
+        """Whether the template's rendering of a question depends on a variable, tried with two values."""
+        if name not in self._reads:
+            source = str(self._template.source or self.tokenizer.chat_template)
+            prompts = []
+            with suppress(TemplateError):
+                if re.search(rf"\b{name}\b", source):
+                    prompts = [self.with_variables({name: v}).encode_prompt([QUESTION]) for v in (first, second)]
+            self._reads[name] = len(set(prompts)) == 2
+        return self._reads[name]
+
+    def template_mentions(self, value: str) -> bool:
+        """Whether the template has the value as a text in quotes."""
+        source = str(self._template.source or self.tokenizer.chat_template)
+        return f"'{value}'" in source or f'"{value}"' in source
 
     def encode_prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """The ids of the first messages, with tool list and generation prompt. Cached by content."""
@@ -264,6 +294,17 @@ class ChatCodec:
             closed=stopped and ids[-1] in self._closing_ids,
         )
 
+    def settled(self, text: str) -> str:
+        """The beginning of an unfinished turn that will be the beginning of its message's content, whatever follows. It
+        ends before the first word of a call, and before white space, which a call would remove."""
+        begins, thinking = self.format.begins, [marks.opening for marks in THINKING if marks.as_field]
+        if not begins or self._turns.thinking_prefilled or any(self._turns.frames["call"]):
+            return ""
+        if text[:1].isspace() or any(text.startswith(mark) or mark.startswith(text) for mark in thinking):
+            return ""
+        end = min((at for word in begins if (at := text.find(word)) >= 0), default=len(text))
+        return text[: end - partial_suffix(text[:end], begins)].rstrip()
+
     def message(self, parsed: Parsed) -> Message:
         """The parsed turn as an assistant message. Arguments are objects, as templates expect. The text of a malformed
         call stays in the content, so that it remains in the history."""
@@ -361,6 +402,15 @@ class ChatCodec:
                 end = text.find(marks.closing)
                 return end + len(marks.closing) if end >= 0 else 0
         return 0
+
+
+def partial_suffix(text: str, words: Sequence[str]) -> int:
+    """The length of the longest end of the text with which one of the words may begin."""
+    longest = max((len(word) for word in words), default=0)
+    for length in range(min(longest - 1, len(text)), 0, -1):
+        if any(word.startswith(text[-length:]) for word in words):
+            return length
+    return 0
 
 
 def _without_images(message: Message) -> Message:

@@ -8,7 +8,23 @@ from typing import Annotated
 import typer
 
 from rally import __version__
-from rally.cli import data, demo, doctor, env, evaluate, from_verl, merge, recipes, replay, run, serve, sft, train, view
+from rally.cli import (
+    agent,
+    data,
+    demo,
+    doctor,
+    env,
+    evaluate,
+    from_verl,
+    merge,
+    recipes,
+    replay,
+    run,
+    serve,
+    sft,
+    train,
+    view,
+)
 from rally.cli.console import quiet_console
 from rally.cli.os_errors import os_error_message
 from rally.redact import redact
@@ -24,7 +40,7 @@ app = typer.Typer(
 )
 
 
-for command in (demo, run, train, sft, evaluate, merge, from_verl, recipes, replay, doctor, view):
+for command in (demo, run, train, sft, evaluate, merge, from_verl, recipes, replay, doctor, view, agent):
     app.add_typer(command.app)
 app.add_typer(data.app, name="data")
 app.add_typer(env.app, name="env")

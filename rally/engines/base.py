@@ -61,13 +61,27 @@ def first_stop(
     return None
 
 
+class SampledTokens(NamedTuple):
+    """Consecutive sampled tokens and their logprobs."""
+
+    ids: list[int]
+    logprobs: list[float]
+
+
+OnTokens = Callable[[SampledTokens], None]
+"""Called in the caller's event loop with the tokens sampled since the last call; the Generation holds all of them."""
+
+
 class EngineError(RallyError):
     """A request or a setting that the engine does not support."""
 
 
+class ContextExceeded(EngineError):
+    """A prompt, or a prompt and its answer, that does not fit the context length."""
+
+
 class PromptLogprobs(NamedTuple):
-    """Log-probabilities, at temperature 1, of consecutive tokens of a prompt, and the likeliest tokens at each of
-    them, likeliest first."""
+    """Log-probabilities of consecutive tokens of a prompt, and the likeliest tokens at each, likeliest first."""
 
     logprobs: list[float]
     top_ids: list[list[int]]
@@ -155,7 +169,8 @@ class LockstepEngine(Protocol):
 
 @runtime_checkable
 class LocalEngine(Protocol):
-    """An engine in this process. It can sample under a grammar (`SamplingParams.grammar`)."""
+    """An engine in this process. It can sample under a grammar (`SamplingParams.grammar`), and its `generate` takes
+    `on_tokens: OnTokens`, which is told of tokens as they are sampled."""
 
     async def check_grammar(self, grammar: str) -> None:
         """Compile the grammar; raises RallyError if it cannot be applied."""

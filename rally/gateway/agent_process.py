@@ -19,6 +19,7 @@ from rally.gateway.agent_runner import AgentClient
 from rally.loops import LoopError
 from rally.redact import redact
 from rally.rewards.score import plain
+from rally.types import RallyError
 from rally.util.subprocesses import run_process
 
 MOST_TASK_BYTES = 100_000  # Linux allows 128 KiB for one variable
@@ -27,6 +28,10 @@ QUOTED_LINES = 8
 
 class AgentProgramFailed(Exception):
     """The program of an agent ended with an error."""
+
+
+class AgentWorkerLost(RallyError):
+    """The worker of an episode stopped answering, or was stopped (worker_pool.py)."""
 
 
 def check_command(command: Any) -> list[str]:
@@ -55,7 +60,12 @@ async def run_command(
             f"the agent {command[0]} cannot be started ({error}); correct agent_loop_config.command"
         ) from None
     if ended.code:
-        how = f"by signal {-ended.code}" if ended.code < 0 else f"with exit code {ended.code}"
-        lines = "; ".join(line for line in ended.text.splitlines()[-QUOTED_LINES:] if line.strip())
-        raise AgentProgramFailed(f"it ended {how}" + (f": {redact(lines)}" if lines else ", without output"))
+        raise AgentProgramFailed(program_failure(ended.code, ended.text))
     return reported()
+
+
+def program_failure(code: int, output: str) -> str:
+    """How a program failed, with its last lines."""
+    how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+    lines = "; ".join(line for line in output.splitlines()[-QUOTED_LINES:] if line.strip())
+    return f"it ended {how}" + (f": {redact(lines)}" if lines else ", without output")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import BaseModel
 
-from rally.gateway.agent_process import check_command, run_command
+from rally.gateway.agent_process import AgentWorkerLost, check_command, run_command
 from rally.gateway.agent_runner import Agent, RunningAgent, find_agent, run_agent
 from rally.loops import AgentLoopBase, AgentLoopOutput, LoopError
 from rally.loops.base import EpisodeFailed, Fault, fault_of
@@ -47,8 +47,9 @@ class AgentOutcome(NamedTuple):
 
 
 class BlackBoxAgentLoop(AgentLoopBase):
-    """Calls the function named by `agent` as `agent(row, client)`, or runs the program `command`. The gateway listens
-    at `host`, an address of this machine, and `port` (0: any free port)."""
+    """Calls the function named by `agent` as `agent(row, client)`, or runs the program `command`, or lets `workers` on
+    other machines run theirs, one of which is lost after `worker_timeout` seconds without an answer. The gateway
+    listens at `host`, an address of this machine, and `port` (0: any free port)."""
 
     def __init__(
         self,
@@ -56,14 +57,22 @@ class BlackBoxAgentLoop(AgentLoopBase):
         host: str = "127.0.0.1",
         port: int = 0,
         command: Sequence[str] | None = None,
+        workers: bool = False,
+        worker_timeout: float = 30.0,
     ) -> None:
         self._host, self._port, self._command = host, port, command
+        self._workers, self._worker_timeout = workers, worker_timeout
         self._agent = agent if command is None else " ".join(check_command(command))
+        if workers:
+            self._agent = "of a worker"
 
     @classmethod
     def prepare(cls, options: Mapping[str, Any]) -> None:
         super().prepare(options)
         command, agent = options.get("command"), options.get("agent")
+        if options.get("workers"):
+            _check_workers(options)
+            return
         if command is not None and agent is not None:
             raise LoopError("agent_loop_config has both agent and command; set one of them")
         if command is None:
@@ -82,7 +91,7 @@ class BlackBoxAgentLoop(AgentLoopBase):
     async def _run_agent(
         self, gateway: Any, session: GatewaySession, limit: asyncio.Timeout, row: dict[str, Any]
     ) -> AgentOutcome:
-        function, agents = self._function(session), gateway.agents
+        function, agents = self._function(session, gateway), gateway.agents
         client = gateway.open(session, self.context.episode_id)
         running = RunningAgent(agents, partial(run_agent, function, copied(row), client))
         try:
@@ -99,7 +108,11 @@ class BlackBoxAgentLoop(AgentLoopBase):
                 gateway.leave(agents)
         return AgentOutcome(None, abandoned=running.abandoned or not running.ended.done())
 
-    def _function(self, session: GatewaySession) -> Agent:
+    def _function(self, session: GatewaySession, gateway: Any) -> Agent:
+        if self._workers:
+            session.set_waiting(True)
+            started = partial(session.set_waiting, False)
+            return partial(gateway.workers.play, lambda: session.reported, started, self._worker_timeout)
         if self._command is None:
             return find_agent(self._agent)
         return partial(run_command, check_command(self._command), lambda: session.reported)
@@ -156,7 +169,8 @@ class BlackBoxAgentLoop(AgentLoopBase):
 
     def _meaning(self, session: GatewaySession, ended: CallEnd | None) -> tuple[StopReason, AgentReturn]:
         """The stop reason of the episode and the agent's return value. If the agent raises after it hit a limit, the
-        reason is that limit. Any other exception of the agent, and every failure of the engine, is raised."""
+        reason is that limit. Any other exception of the agent, and every failure of the engine or of a worker, is
+        raised."""
         if session.failure is not None:
             raise session.failure
         if ended is None and session.reported is not None:  # it reported, and did not end in time
@@ -165,7 +179,7 @@ class BlackBoxAgentLoop(AgentLoopBase):
             return (session.reason if session.over else StopReason.DEADLINE), AgentReturn()
         if ended.error is None:
             return session.reason, returned_by(str(self._agent), ended.value)
-        if session.reason is StopReason.STOP:
+        if session.reason is StopReason.STOP or isinstance(ended.error, AgentWorkerLost):
             problem = f"{type(ended.error).__name__}: {ended.error}"
             raise LoopError(f"the agent {self._agent} failed: {problem}") from ended.error
         return session.reason, AgentReturn()
@@ -254,6 +268,21 @@ def _number(agent: str, value: Any) -> float:
     if isinstance(value, Real) and math.isfinite(value):
         return float(value)
     raise LoopError(f"the agent {agent} returned the reward {value!r}; return a finite number")
+
+
+def _check_workers(options: Mapping[str, Any]) -> None:
+    """Refuse options with which no worker could play."""
+    _server()
+    from rally.gateway.worker_pool import worker_token
+
+    if options.get("command") is not None or options.get("agent") is not None:
+        raise LoopError("agent_loop_config.workers cannot be used beside agent or command; workers bring their own")
+    if not options.get("port"):
+        raise LoopError("agent_loop_config.workers needs agent_loop_config.port, the port that workers connect to")
+    timeout = options.get("worker_timeout", 30.0)
+    if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not 5 <= timeout <= 3600:
+        raise LoopError(f"agent_loop_config.worker_timeout={timeout!r}; give 5 to 3600 seconds")
+    worker_token()
 
 
 def _server() -> ModuleType:

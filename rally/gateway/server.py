@@ -4,6 +4,7 @@
     POST /v1/messages, /v1/messages/count_tokens                 as in Anthropic's API
     GET, POST /v1/episode                         the row; the result of an agent in a process of its own
     POST /v1/episode/credit                       the reward of a call, or that it is not trained on
+    POST /v1/workers/claim, beat, report          for agent workers, with the run's token (worker_pool.py)
 
 The API key of an episode gives access to that episode only. An unknown key is answered with 401, the key of an ended
 episode with 410. One server, in its own thread, serves all episodes of the process.
@@ -18,7 +19,8 @@ import json
 import secrets
 import socket
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from functools import lru_cache
 from ipaddress import ip_address
 from typing import Any
@@ -32,17 +34,19 @@ from starlette.routing import Route
 from rally.gateway.agent_runner import MODEL, AgentClient, AgentThread
 from rally.gateway.credit import Credit
 from rally.gateway.session import GatewaySession, ended
+from rally.gateway.worker_pool import WorkerPool
 from rally.loops import LoopError
 from rally.rewards.score import plain
 from rally.services.admission import Refused, unless_gone
 from rally.services.anthropic_api import Messages
+from rally.services.api_translation import NO_CACHE, StreamPart, begun, is_whole
 from rally.services.http_guard import MEBIBYTE, Guard, HttpLimits, uvicorn_options
 from rally.services.openai_api import event
-from rally.services.openai_errors import HANDLERS
+from rally.services.openai_errors import HANDLERS, error_body
 from rally.services.openai_requests import ChatRequest
-from rally.services.openai_responses import Json
+from rally.services.openai_responses import Json, StreamBegin
 from rally.services.responses_api import Responses
-from rally.types import Message
+from rally.types import Message, RallyError
 
 PREFIX = "rally-"
 MAX_BODY = 32 * MEBIBYTE
@@ -75,6 +79,7 @@ class Gateway:
         self._agents: AgentThread | None = None
         self._socket = _listen(host, port)
         self.base_url = f"http://{_in_url(host)}:{self._socket.getsockname()[1]}/v1"
+        self.workers = WorkerPool(self.base_url)
         routes = [
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
             Route("/v1/models", self._models),
@@ -83,6 +88,7 @@ class Gateway:
             *Messages(self).routes,
             Route("/v1/episode", self._episode, methods=["GET", "POST"]),
             Route("/v1/episode/credit", self._credit, methods=["POST"]),
+            *self.workers.routes,
         ]
         limits = HttpLimits(max_body=MAX_BODY, keep_alive_seconds=KEEP_ALIVE)
         # Any host name: every request carries the key of its episode, which no web page knows.
@@ -122,11 +128,11 @@ class Gateway:
     async def _chat(self, request: Request) -> Response:
         session = self._session(request)
         chat = ChatRequest.model_validate_json(await request.body())
-        answer = await unless_gone(request, session.ask(chat))
         if not chat.stream:
-            return JSONResponse(answer)
+            return JSONResponse(await unless_gone(request, session.ask(chat)))
         usage = chat.stream_options is not None and chat.stream_options.include_usage
-        return StreamingResponse(_events(answer, usage), media_type="text/event-stream")
+        events = _events(await begun(request, session.stream(chat)), usage)
+        return StreamingResponse(events, media_type="text/event-stream", headers=NO_CACHE)
 
     async def _models(self, request: Request) -> Response:
         self._session(request)
@@ -141,6 +147,9 @@ class Gateway:
 
     async def complete(self, request: Request, chat: ChatRequest) -> Json:
         return await self._session(request).ask(chat)
+
+    def stream(self, request: Request, chat: ChatRequest) -> AsyncGenerator[StreamPart, None]:
+        return self._session(request).stream(chat)
 
     async def count_tokens(self, request: Request, chat: ChatRequest) -> int:
         return self._session(request).count_tokens(chat)
@@ -189,18 +198,21 @@ def gateway_at(host: str, port: int) -> Gateway:
     return Gateway(host, port)
 
 
-async def _events(answer: Json, usage: bool) -> AsyncIterator[bytes]:
-    """A complete answer as the events of a stream."""
-    head = {**{key: answer[key] for key in ("id", "created", "model")}, "object": "chat.completion.chunk"}
-    (choice,) = answer["choices"]
-    calls = [{"index": i, **call} for i, call in enumerate(choice["message"].get("tool_calls", ()))]
-    delta = {**choice["message"], **({"tool_calls": calls} if calls else {})}
-    rest = {key: value for key, value in choice.items() if key not in ("message", "finish_reason")}
-    yield event({**head, "choices": [{**rest, "delta": delta, "finish_reason": None}]})
-    yield event({**head, "choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]})
-    if usage:
-        yield event({**head, "choices": [], "usage": answer["usage"]})
-    yield b"data: [DONE]\n\n"
+async def _events(parts: AsyncGenerator[StreamPart, None], usage: bool) -> AsyncIterator[bytes]:
+    """The chunks of a stream as events, and its usage at the end if it is asked for."""
+    try:
+        async with aclosing(parts):
+            async for part in parts:
+                if isinstance(part, StreamBegin):
+                    continue
+                if not is_whole(part):
+                    yield event(part)
+                elif usage:
+                    head = {**{key: part[key] for key in ("id", "created", "model")}, "object": "chat.completion.chunk"}
+                    yield event({**head, "choices": [], "usage": part["usage"]})
+        yield b"data: [DONE]\n\n"
+    except RallyError as error:  # the status has been sent already, so the error goes into the stream
+        yield event(error_body(error))
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import suppress
+from itertools import chain
 from typing import Any, NamedTuple, NoReturn
 
 from rally.chat import MessageLost
 from rally.chat.grammars import grammar_of
+from rally.engines.base import OnTokens, SampledTokens
 from rally.gateway.credit import CallCredits
 from rally.gateway.transcript import ChatHistory, Draft, Transcript
 from rally.loops import LoopContext, LoopError
 from rally.models.token_masks import GrammarError
 from rally.services.admission import Refused, SamplingAsk
+from rally.services.api_translation import StreamPart
 from rally.services.openai_requests import ChatRequest
 from rally.services.openai_responses import CompletionResponse, Json, ResponseOptions, chat_shape
 from rally.types import Generation, Message, RallyError, SamplingParams, StopReason
@@ -35,6 +39,9 @@ OVER = {
     StopReason.CANCELLED: "the engine has aborted its request",
     StopReason.ERROR: "the engine has failed",
 }
+
+
+Send = Callable[[StreamPart], None]
 
 
 class TurnBudget(NamedTuple):
@@ -86,9 +93,37 @@ class GatewaySession:
         """Answer a request. Callable from any event loop; cancelling it cancels the request."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._answer_request(request), self._loop))
 
+    async def stream(self, request: ChatRequest) -> AsyncGenerator[StreamPart, None]:
+        """Answer a request in parts, as they are sampled. The turn is recorded before its last chunk is sent."""
+        here, parts = asyncio.get_running_loop(), asyncio.Queue[StreamPart | None]()
+
+        def send(part: StreamPart) -> None:
+            with suppress(RuntimeError):  # the gateway has stopped
+                here.call_soon_threadsafe(parts.put_nowait, part)
+
+        work = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._answer_request(request, send), self._loop))
+        work.add_done_callback(lambda _: parts.put_nowait(None))
+        try:
+            while (part := await parts.get()) is not None:
+                yield part
+            yield work.result()
+        finally:
+            work.cancel()
+
+    def set_waiting(self, waiting: bool) -> None:
+        """While the episode waits for a worker, only the deadline of the step counts. Callable from any thread."""
+        self._loop.call_soon_threadsafe(self._set_waiting, waiting)
+
+    def _set_waiting(self, waiting: bool) -> None:
+        now, ends_at = time.perf_counter(), self._context.ends_at
+        self._began = now
+        left = None if ends_at is None else max(0.0, ends_at - now)
+        if not self._closed:
+            self._give_time(left if waiting else self._context.turn_seconds(now))
+
     def count_tokens(self, request: ChatRequest) -> int:
         """The tokens of the request's messages, as a new prompt."""
-        conversation = ChatHistory.of(request.messages, request.offered_tools)
+        conversation = self._history(request)
         return len(self.transcript.codec_for(conversation).encode_prompt(conversation.messages))
 
     def close(self) -> None:
@@ -97,12 +132,12 @@ class GatewaySession:
         for task in self._requests:
             task.cancel()
 
-    async def _answer_request(self, request: ChatRequest) -> Json:
+    async def _answer_request(self, request: ChatRequest, send: Send | None = None) -> Json:
         task = asyncio.current_task()
         assert task is not None
         self._requests.add(task)
         try:
-            return await self._complete(request)
+            return await self._complete(request, send)
         except asyncio.CancelledError:
             if self._closed:
                 raise ended() from None
@@ -117,12 +152,12 @@ class GatewaySession:
             if self._over is not None and not self._requests:
                 self._limit_final_seconds()
 
-    async def _complete(self, request: ChatRequest) -> Json:
+    async def _complete(self, request: ChatRequest, send: Send | None) -> Json:
         if self._closed:
             raise ended()
         self.transcript.counts["requests"] += 1
         self._check(request)
-        conversation = ChatHistory.of(request.messages, request.offered_tools)
+        conversation = self._history(request)
         grammar = await self._grammar(request, conversation)
         try:
             draft = self.transcript.draft(conversation)
@@ -131,10 +166,11 @@ class GatewaySession:
             raise
         budget = self._budget(draft)
         params = self._params(request, budget, grammar)
+        response = self._response(request, draft, params)
         started = time.perf_counter()
         with self.transcript.reserved(draft):
-            generation = await self._generate(draft, params)
-        answer = self._answer(request, draft, params, generation)
+            generation = await self._generate(draft, params, None if send is None else _sender(response, send))
+        answer = response.whole([generation])
         self.transcript.add(draft, generation, answer["choices"][0]["message"], started)
         self.credits.note(answer["id"], draft.branch)
         if generation.finish == "abort":
@@ -143,6 +179,9 @@ class GatewaySession:
         self._cut = budget.ends if cut else None
         if self._over is None:
             self._give_time(self._context.turn_seconds(self._began))
+        if send is not None:
+            for part in chain[StreamPart](response.opening(), response.ending(0, generation)):
+                send(part)
         return answer
 
     def _check(self, request: ChatRequest) -> None:
@@ -152,9 +191,15 @@ class GatewaySession:
         request.refuse_unknown()
         if request.n != 1:
             raise Refused(400, f"n must be 1, not {request.n}; send one request for each completion", param="n")
+        if request.top_logprobs:
+            problem = f"top_logprobs={request.top_logprobs} is not supported during a run; leave it out"
+            raise Refused(400, problem, param="top_logprobs")
         requested = {name: getattr(request, name) for name in ("temperature", "top_p", "top_k", "min_p")}
         differ = any(value is not None and value != self._sampling.get(name) for name, value in requested.items())
         self.transcript.counts["overruled"] += differ or request.ignore_eos or request.seed is not None
+
+    def _history(self, request: ChatRequest) -> ChatHistory:
+        return ChatHistory.of(request.messages, request.offered_tools, request.variables_of(self._context.codec))
 
     def _budget(self, draft: Draft) -> TurnBudget:
         settings, transcript = self._context.settings, self.transcript
@@ -202,9 +247,9 @@ class GatewaySession:
             }
         )
 
-    async def _generate(self, draft: Draft, params: SamplingParams) -> Generation:
+    async def _generate(self, draft: Draft, params: SamplingParams, on_tokens: OnTokens | None) -> Generation:
         try:
-            return await self._context.server.generate(draft.ids, params)
+            return await self._context.server.generate(draft.ids, params, on_tokens=on_tokens)
         except GrammarError:  # a schema that is too complex is the request's fault
             raise
         except Exception as failure:  # fails the episode even if the agent catches the error
@@ -212,7 +257,7 @@ class GatewaySession:
             self._over = StopReason.ERROR
             raise self._refusal(StopReason.ERROR) from failure
 
-    def _answer(self, request: ChatRequest, draft: Draft, params: SamplingParams, generation: Generation) -> Json:
+    def _response(self, request: ChatRequest, draft: Draft, params: SamplingParams) -> CompletionResponse:
         shape = chat_shape(self.transcript.codec_for(draft.conversation), request.constraint)
         options = ResponseOptions(
             model=request.model,
@@ -221,7 +266,7 @@ class GatewaySession:
             usage_in_stream=False,
             choices=1,
         )
-        return CompletionResponse(shape, options, [SamplingAsk(draft.ids, params)]).whole([generation])
+        return CompletionResponse(shape, options, [SamplingAsk(draft.ids, params)])
 
     def _end(self, reason: StopReason) -> NoReturn:
         """End the episode: this request and all later ones are refused."""
@@ -241,6 +286,16 @@ class GatewaySession:
     def _give_time(self, seconds: float | None) -> None:
         if not self._limit.expired():
             self._limit.reschedule(None if seconds is None else self._loop.time() + seconds)
+
+
+def _sender(response: CompletionResponse, send: Send) -> OnTokens:
+    """Sends tokens as the chunks of a response."""
+
+    def on_tokens(sampled: SampledTokens) -> None:
+        for part in chain[StreamPart](response.opening(), response.pieces(0, sampled)):
+            send(part)
+
+    return on_tokens
 
 
 def ended() -> Refused:

@@ -28,21 +28,28 @@ class MessageError(RallyError):
 
 @dataclass(frozen=True)
 class ChatHistory:
-    """The messages of a request in canonical form, and its tools."""
+    """The messages of a request in canonical form, its tools, and the template variables that it sets."""
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
+    variables: Mapping[str, Any] = field(default_factory=dict)
     call_ids: tuple[str, ...] = field(default=(), compare=False)  # the client's ids of all calls in the messages
 
     @classmethod
-    def of(cls, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> ChatHistory:
+    def of(
+        cls,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> ChatHistory:
         ids = [str(call.get("id")) for message in messages for call in _calls(message)]
-        return cls(canonical(messages), tuple(tools), tuple(ids))
+        return cls(canonical(messages), tuple(tools), variables or {}, tuple(ids))
 
     @cached_property
     def keys(self) -> tuple[bytes, ...]:
-        """One hash for the tools and one for each message, which covers the tools and all messages up to it."""
-        keys = [_digest(b"", self.tools)]
+        """One hash for the tools and variables, and one for each message, which covers these and all messages up to
+        it."""
+        keys = [_digest(b"", [self.tools, self.variables])]
         for message in self.messages:
             keys.append(_digest(keys[-1], _compared(message)))
         return tuple(keys)
@@ -60,7 +67,7 @@ class ChatHistory:
 
     def followed_by(self, message: Mapping[str, Any]) -> ChatHistory:
         added = ChatHistory.of([message])
-        return ChatHistory(self.messages + added.messages, self.tools, self.call_ids + added.call_ids)
+        return replace(self, messages=self.messages + added.messages, call_ids=self.call_ids + added.call_ids)
 
 
 def canonical(messages: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
@@ -231,7 +238,7 @@ class Transcript:
         return sum(turn.role in roles for branch in self._branches for turn in branch.turns)
 
     def codec_for(self, conversation: ChatHistory) -> ChatCodec:
-        return self._codec.with_tools(conversation.tools)
+        return self._codec.with_variables(conversation.variables).with_tools(conversation.tools)
 
     def draft(self, conversation: ChatHistory) -> Draft:
         """Where the answer to a conversation goes: after the turn that it continues, or in a new segment."""

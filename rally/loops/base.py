@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from rally.chat import ChatCodec
 from rally.engines import Engine, EngineError
-from rally.engines.base import NO_GRAMMAR, LocalEngine
+from rally.engines.base import NO_GRAMMAR, LocalEngine, OnTokens
 from rally.envs import Environments
 from rally.images.loading import read_image
 from rally.interactions import Interactions
@@ -250,13 +250,17 @@ class EpisodeServer:
         *,
         session: str | None = None,
         images: Sequence[ImageSpan] = (),
+        on_tokens: OnTokens | None = None,
     ) -> Generation:
         """Sample one turn. Missing `sampling_params` come from the configuration of the run. `images` are the image
-        spans of the prompt, as returned by `codec.prompt` and `codec.delta`."""
+        spans of the prompt, as returned by `codec.prompt` and `codec.delta`. `on_tokens` is told of tokens as they are
+        sampled, if the engine is in this process; servers send them at the end."""
         params = self._params(sampling_params, self.max_model_len - len(prompt_ids))
         began = time.perf_counter()
         try:
             keywords: dict[str, Any] = {"images": images} if images else {}  # a text engine may not take it
+            if on_tokens is not None and isinstance(self.engine, LocalEngine):
+                keywords["on_tokens"] = on_tokens
             generation = await self.engine.generate(prompt_ids, params, session=session or self.session, **keywords)
             self.generations.append(generation)
             self._keep(tuple(prompt_ids), tuple(images), generation)

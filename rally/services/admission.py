@@ -12,9 +12,8 @@ from typing import Any, NamedTuple, TypeVar
 from starlette.requests import Request
 from transformers import PreTrainedTokenizerBase
 
-from rally.engines.base import PromptLogprobs
-from rally.engines.embedded.engine import EmbeddedEngine, OnTokens
-from rally.engines.embedded.request_slots import SampledTokens
+from rally.engines.base import OnTokens, PromptLogprobs, SampledTokens
+from rally.engines.embedded.engine import EmbeddedEngine
 from rally.engines.embedded.sampler import NonFiniteLogits
 from rally.engines.prometheus import Metric, labelled
 from rally.types import Generation, RallyError, SamplingParams
@@ -83,8 +82,10 @@ class Admission:
         self._count(ask, generation)
         return generation
 
-    async def prompt_logprobs(self, ids: Sequence[int], start: int, top: int) -> PromptLogprobs:
-        found = await self._held_while(self.served.engine.prompt_logprobs(ids, start, top))
+    async def prompt_logprobs(
+        self, ids: Sequence[int], start: int, top: int, temperature: float = 1.0
+    ) -> PromptLogprobs:
+        found = await self._held_while(self.served.engine.prompt_logprobs(ids, start, top, temperature))
         self._ends["scored"] += 1
         return found
 

@@ -1,29 +1,39 @@
 """Anthropic's `/v1/messages` and `/v1/messages/count_tokens`, translated into chat requests.
 
-A message is sent when it is complete; a streaming client gets it in the events that it expects.
+A streaming client gets text as it is sampled, and calls when the turn is complete.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 
 from pydantic import Field
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from rally.services.admission import Refused, unless_gone
-from rally.services.api_translation import ChatBackend, TranslatedRequest, chat_request, named_events, text_of
+from rally.services.api_translation import (
+    ChatBackend,
+    StreamPart,
+    TranslatedRequest,
+    begun,
+    chat_request,
+    event_stream,
+    is_whole,
+    text_of,
+    text_of_chunk,
+)
+from rally.services.openai_errors import anthropic_error, status_of
 from rally.services.openai_requests import ChatRequest
-from rally.services.openai_responses import Json, call_key
+from rally.services.openai_responses import Json, StreamBegin, call_key
 from rally.types import Message
 
 HARMLESS = frozenset({"metadata", "cache_control", "inference_geo"})
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "standard_only"),
-    "thinking": ({"type": "disabled"},),
     "container": (),
 }
 
@@ -42,6 +52,7 @@ class MessagesRequest(TranslatedRequest):
     stream: bool = False
     output_format: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
 
     def chat(self) -> ChatRequest:
         self.refuse_unknown(HARMLESS, NEUTRAL)
@@ -55,6 +66,7 @@ class MessagesRequest(TranslatedRequest):
             "parallel_tool_calls": not self.tool_choice.get("disable_parallel_tool_use", False),
             "response_format": self._response_format,
             "reasoning_effort": (self.output_config or {}).get("effort"),
+            "thinking": self.thinking,
             "max_tokens": self.max_tokens,
             "stop": self.stop_sequences or None,
             "temperature": self.temperature,
@@ -157,23 +169,51 @@ def _blocks(message: Message) -> Iterator[Json]:
         yield {"type": "tool_use", "id": call["id"], "name": function["name"], "input": arguments}
 
 
-def events_of(message: Json) -> list[Json]:
-    """A complete message as the events of a stream."""
-    begun = {**message, "content": [], "stop_reason": None, "stop_sequence": None}
-    begun["usage"] = {**message["usage"], "output_tokens": 0}
-    events: list[Json] = [{"type": "message_start", "message": begun}]
+async def events_of(parts: AsyncIterator[StreamPart]) -> AsyncIterator[Json]:
+    """The events of a stream."""
+    text = ""
+    async for part in parts:
+        if isinstance(part, StreamBegin):
+            yield {"type": "message_start", "message": _begun(part)}
+        elif is_whole(part):
+            for one in _final_events(message_of(part), text):
+                yield one
+        elif piece := text_of_chunk(part):
+            if not text:
+                yield {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
+            text += piece
+            yield {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": piece}}
+
+
+def _begun(begin: StreamBegin) -> Json:
+    """A message of which nothing was sampled yet. How much of the prompt was cached is told at the end."""
+    return {
+        "id": f"msg_{call_key(begin.id)}",
+        "type": "message",
+        "role": "assistant",
+        "model": begin.model,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": {"input_tokens": begin.prompt_tokens, "output_tokens": 0},
+    }
+
+
+def _final_events(message: Json, text: str) -> Iterator[Json]:
+    """The events at the end; `text` was sent."""
     for at, block in enumerate(message["content"]):
-        call = block["type"] == "tool_use"
-        opened = {**block, "input": {}} if call else {**block, "text": ""}
-        text = {"type": "text_delta", "text": block.get("text")}
-        delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])} if call else text
-        events += [
-            {"type": "content_block_start", "index": at, "content_block": opened},
-            {"type": "content_block_delta", "index": at, "delta": delta},
-            {"type": "content_block_stop", "index": at},
-        ]
+        if block["type"] == "tool_use":
+            yield {"type": "content_block_start", "index": at, "content_block": {**block, "input": {}}}
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+            yield {"type": "content_block_delta", "index": at, "delta": delta}
+        else:
+            assert block["text"] == text, "the whole text was sent"
+            if not text:
+                yield {"type": "content_block_start", "index": at, "content_block": block}
+        yield {"type": "content_block_stop", "index": at}
     end = {"stop_reason": message["stop_reason"], "stop_sequence": message["stop_sequence"]}
-    return [*events, {"type": "message_delta", "delta": end, "usage": message["usage"]}, {"type": "message_stop"}]
+    yield {"type": "message_delta", "delta": end, "usage": message["usage"]}
+    yield {"type": "message_stop"}
 
 
 class Messages:
@@ -194,10 +234,11 @@ class Messages:
         body = MessagesRequest.model_validate_json(await request.body())
         if body.max_tokens is None:
             raise Refused(400, "max_tokens is missing; give the most tokens of the answer", param="max_tokens")
-        message = message_of(await unless_gone(request, self._backend.complete(request, body.chat())))
-        if not body.stream:
-            return JSONResponse(message)
-        return StreamingResponse(named_events(events_of(message)), media_type="text/event-stream")
+        chat = body.chat()
+        if body.stream:
+            parts = await begun(request, self._backend.stream(request, chat))
+            return event_stream(events_of(parts), lambda error: anthropic_error(error, status_of(error)))
+        return JSONResponse(message_of(await unless_gone(request, self._backend.complete(request, chat))))
 
     async def count_tokens(self, request: Request) -> Response:
         self._backend.admit(request)

@@ -7,16 +7,22 @@ conversations, and what one refuses the others refuse.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
 
-from rally.services.admission import Refused
+from rally.services.admission import Refused, unless_gone
 from rally.services.openai_requests import ChatRequest
-from rally.services.openai_responses import Json
-from rally.types import Message
+from rally.services.openai_responses import ChatShape, Json, StreamBegin
+from rally.types import Message, RallyError
+
+T = TypeVar("T")
+StreamPart = StreamBegin | Json
+NO_CACHE = {"Cache-Control": "no-cache"}
 
 
 class ChatBackend(Protocol):
@@ -28,6 +34,10 @@ class ChatBackend(Protocol):
 
     async def complete(self, request: Request, chat: ChatRequest) -> Json:
         """The whole chat completion."""
+        ...
+
+    def stream(self, request: Request, chat: ChatRequest) -> AsyncGenerator[StreamPart, None]:
+        """Its begin, its chunks as they are sampled, and the whole chat completion, whose text they add up to."""
         ...
 
     async def count_tokens(self, request: Request, chat: ChatRequest) -> int:
@@ -82,8 +92,43 @@ def text_of(content: Any, where: str, kinds: Sequence[str]) -> str:
     return "".join(texts)
 
 
-async def named_events(events: Sequence[Json]) -> AsyncIterator[bytes]:
-    """Server-sent events that are named by their `type`."""
-    for one in events:
-        data = json.dumps(one, ensure_ascii=False, separators=(",", ":"))
-        yield f"event: {one['type']}\ndata: {data}\n\n".encode()
+def is_whole(part: StreamPart) -> bool:
+    """Whether a part of a stream is the whole completion, which is the last."""
+    return not isinstance(part, StreamBegin) and part["object"] == ChatShape.kind
+
+
+def text_of_chunk(chunk: Json) -> str:
+    """The text that a chunk of a chat completion adds."""
+    return chunk["choices"][0]["delta"].get("content") or ""
+
+
+async def begun(request: Request, parts: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
+    """The parts of a stream after its first was made: an error until then gets a status of its own."""
+    first = await unless_gone(request, anext(parts))
+
+    async def all_parts() -> AsyncGenerator[T, None]:
+        async with aclosing(parts):
+            yield first
+            async for part in parts:
+                yield part
+
+    return all_parts()
+
+
+def event_stream(events: AsyncIterator[Json], failed: Callable[[RallyError], Json]) -> Response:
+    """Server-sent events that are named by their `type`. An error in the middle is an event too: the status has been
+    sent."""
+
+    async def written() -> AsyncIterator[bytes]:
+        try:
+            async for one in events:
+                yield _named(one)
+        except RallyError as error:
+            yield _named(failed(error))
+
+    return StreamingResponse(written(), media_type="text/event-stream", headers=NO_CACHE)
+
+
+def _named(one: Json) -> bytes:
+    data = json.dumps(one, ensure_ascii=False, separators=(",", ":"))
+    return f"event: {one['type']}\ndata: {data}\n\n".encode()

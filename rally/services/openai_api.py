@@ -20,9 +20,10 @@ from starlette.routing import Route
 
 from rally.chat import ChatCodec
 from rally.chat.grammars import grammar_of
-from rally.engines.embedded.request_slots import SampledTokens
+from rally.engines.base import SampledTokens
 from rally.services.admission import Admission, Refused, RequestEvent, SamplingAsk, unless_gone
 from rally.services.anthropic_api import Messages
+from rally.services.api_translation import NO_CACHE, StreamPart, begun
 from rally.services.openai_errors import error_body
 from rally.services.openai_requests import COMPLETION_TOKENS, ChatRequest, CompletionRequest, SamplingRequest
 from rally.services.openai_responses import (
@@ -34,6 +35,15 @@ from rally.services.openai_responses import (
     chat_shape,
 )
 from rally.services.responses_api import Responses
+from rally.services.token_scores import (
+    NOTHING_SAMPLED,
+    EchoedPrompt,
+    TokenScorer,
+    chat_alternatives,
+    check_alternatives,
+    echoed_choice,
+    token_offsets,
+)
 from rally.types import Generation, Message, RallyError
 
 TOOL_LISTS = 64  # the number of codecs that are cached
@@ -44,6 +54,7 @@ class OpenAI:
 
     def __init__(self, admission: Admission) -> None:
         self._admission, self._served = admission, admission.served
+        self._scorer = TokenScorer(admission)
         self._started = int(time.time())
         self._codec = lru_cache(maxsize=TOOL_LISTS)(self._codec_for)
 
@@ -73,19 +84,63 @@ class OpenAI:
     async def completions(self, request: Request) -> Response:
         body = CompletionRequest.model_validate_json(await request.body())
         self._check(body)
+        check_alternatives(body.logprobs or 0, "logprobs", stream=body.stream)
         prompts = [self._encoded(prompt) for prompt in body.prompts]
         limit = body.max_tokens if body.max_tokens is not None else COMPLETION_TOKENS
         asks = [
-            SamplingAsk(prompt, body.sampling(choice, limit, self._served.eos_ids))
+            SamplingAsk(prompt, body.sampling(choice, limit or int(body.echo), self._served.eos_ids))
             for prompt in prompts
             for choice in range(body.n)
         ]
-        return await self._answer(request, body, asks, CompletionShape(self._decode))
+        shape = CompletionShape(self._decode)
+        if not (body.echo or body.logprobs):
+            return await self._answer(request, body, asks, shape)
+        if body.stream:
+            raise Refused(400, "echo cannot be streamed; leave stream out", param="echo")
+        return JSONResponse(await unless_gone(request, self._scored(body, asks, shape, sample=limit != 0)))
+
+    async def _scored(
+        self, body: CompletionRequest, asks: Sequence[SamplingAsk], shape: CompletionShape, *, sample: bool
+    ) -> Json:
+        """A whole completion with its prompts or with alternatives. Without `sample` the prompts are only scored."""
+        if not all(ask.prompt_ids for ask in asks):
+            raise Refused(400, "an empty prompt cannot be continued; give at least one token", param="prompt")
+        generations = await self._whole(asks) if sample else [NOTHING_SAMPLED] * len(asks)
+        answer = CompletionResponse(shape, self._options(body), asks).whole(generations)
+        echoes = [self._echoed(prompt) for prompt in body.prompts for _ in range(body.n)] if body.echo else []
+        for index, (ask, generation) in enumerate(zip(asks, generations, strict=True)):
+            scores = None
+            if body.logprobs is not None:
+                scores = await self._scorer.scores(ask, generation, prompt=body.echo, alternatives=body.logprobs)
+            echo = echoes[index] if echoes else EchoedPrompt("", [])
+            begins = token_offsets(generation.ids, self._decode)
+            answer["choices"][index] = echoed_choice(answer["choices"][index], echo, begins, scores, self._decode_all)
+        return answer
+
+    def _echoed(self, prompt: str | list[int]) -> EchoedPrompt:
+        if isinstance(prompt, str):
+            if self._served.tokenizer.is_fast:
+                pairs = self._served.tokenizer(prompt, return_offsets_mapping=True)["offset_mapping"]
+                return EchoedPrompt(prompt, [start for start, _ in pairs])
+            return EchoedPrompt(prompt, token_offsets(self._encoded(prompt), self._decode_all))
+        return EchoedPrompt(self._decode_all(prompt), token_offsets(prompt, self._decode_all))
 
     async def chat(self, request: Request) -> Response:
         body = ChatRequest.model_validate_json(await request.body())
         asks, shape = self._chat_asks(body)
-        return await self._answer(request, body, asks, shape)
+        if not body.top_logprobs:
+            return await self._answer(request, body, asks, shape)
+        return JSONResponse(await unless_gone(request, self._with_alternatives(body, asks, shape)))
+
+    async def _with_alternatives(self, body: ChatRequest, asks: Sequence[SamplingAsk], shape: Shape) -> Json:
+        """A whole chat completion with the likeliest tokens at each position."""
+        generations = await self._whole(asks)
+        answer = CompletionResponse(shape, self._options(body), asks).whole(generations)
+        for choice, ask, generation in zip(answer["choices"], asks, generations, strict=True):
+            scores = await self._scorer.scores(ask, generation, prompt=False, alternatives=body.top_logprobs)
+            for entry, score in zip(choice["logprobs"]["content"], scores, strict=True):
+                entry["top_logprobs"] = chat_alternatives(score, self._decode_all)
+        return answer
 
     def admit(self, request: Request) -> None:
         """The application has checked the token."""
@@ -97,7 +152,7 @@ class OpenAI:
     async def count_tokens(self, request: Request, chat: ChatRequest) -> int:
         self._check(chat)
         chat.check_messages()
-        return len(self._codec(json.dumps(chat.offered_tools)).encode_prompt(chat.messages))
+        return len(self._chat_codec(chat).encode_prompt(chat.messages))
 
     def stored_responses(self, request: Request) -> None:
         """Nothing is stored between requests."""
@@ -106,7 +161,7 @@ class OpenAI:
         """What a chat request asks of the engine, and the shape of its answer."""
         self._check(body)
         body.check_messages()
-        codec = self._codec(json.dumps(body.offered_tools))
+        codec = self._chat_codec(body)
         if body.offered_tools and (problem := codec.format_problem("--tool-format")):
             raise Refused(400, problem, param="tools")
         prompt = codec.encode_prompt(body.messages)
@@ -120,6 +175,9 @@ class OpenAI:
         requested = body.length_limit
         limit = requested if requested is not None else max(1, self._served.engine.max_model_len - len(prompt))
         grammar = grammar_of(body.constraint, codec)
+        check_alternatives(body.top_logprobs, "top_logprobs", stream=body.stream, grammar=grammar)
+        if body.top_logprobs and not body.logprobs:
+            raise Refused(400, "top_logprobs needs logprobs=true", param="top_logprobs")
         asks = [SamplingAsk(prompt, body.sampling(choice, limit, codec.stop_ids, grammar)) for choice in range(body.n)]
         return asks, chat_shape(codec, body.constraint)
 
@@ -129,10 +187,9 @@ class OpenAI:
         answer = CompletionResponse(shape, self._options(body), asks)
         if not body.stream:
             return JSONResponse(answer.whole(await unless_gone(request, self._whole(asks))))
-        updates = self._admission.follow(asks, as_sampled=True)
-        first = await unless_gone(request, anext(updates))  # an error must come before the response begins
-        events = self._events(answer, first, updates, len(asks))
-        return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        updates = await begun(request, self._admission.follow(asks, as_sampled=True))
+        events = self._events(answer, updates, len(asks))
+        return StreamingResponse(events, media_type="text/event-stream", headers=NO_CACHE)
 
     def _options(self, body: CompletionRequest | ChatRequest) -> ResponseOptions:
         return ResponseOptions(
@@ -151,12 +208,27 @@ class OpenAI:
                 ends[index] = update
         return [ends[index] for index in range(len(asks))]
 
+    async def stream(self, request: Request, chat: ChatRequest) -> AsyncGenerator[StreamPart, None]:
+        asks, shape = self._chat_asks(chat)
+        answer = CompletionResponse(shape, self._options(chat), asks)
+        async with aclosing(self._admission.follow(asks, as_sampled=True)) as updates:
+            async for _, update in updates:
+                for begin in answer.opening():
+                    yield begin
+                if isinstance(update, SampledTokens):
+                    for piece in answer.pieces(0, update):
+                        yield piece
+                else:
+                    for piece in answer.ending(0, update):
+                        yield piece
+                    yield answer.whole([update])
+
     async def _events(
-        self, answer: CompletionResponse, first: RequestEvent, rest: AsyncGenerator[RequestEvent, None], count: int
+        self, answer: CompletionResponse, updates: AsyncGenerator[RequestEvent, None], count: int
     ) -> AsyncIterator[bytes]:
         ends: dict[int, Generation] = {}
         try:
-            async with aclosing(_prepend(first, rest)) as updates:
+            async with aclosing(updates):
                 async for index, update in updates:
                     if isinstance(update, SampledTokens):
                         pieces = answer.pieces(index, update)
@@ -186,10 +258,20 @@ class OpenAI:
             return ids
         return prompt
 
-    def _decode(self, ids: Sequence[int]) -> str:
-        text = self._served.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    def _decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        text = self._served.tokenizer.decode(
+            list(ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
+        )
         assert isinstance(text, str)
         return text
+
+    def _decode_all(self, ids: Sequence[int]) -> str:
+        """The text with its special tokens."""
+        return self._decode(ids, skip_special=False)
+
+    def _chat_codec(self, body: ChatRequest) -> ChatCodec:
+        codec = self._codec(json.dumps(body.offered_tools))
+        return codec.with_variables(body.variables_of(codec))
 
     def _codec_for(self, tools: str) -> ChatCodec:
         served = self._served
@@ -213,14 +295,6 @@ def left_out(codec: ChatCodec, messages: Sequence[Message]) -> str | None:
                 return f"the parameter {parameter} of the tool {name}"
     calls = [call["function"]["name"] for message in messages for call in message.get("tool_calls") or ()]
     return next((f"the call of {name} in the messages" for name in calls if name not in shown), None)
-
-
-async def _prepend(first: RequestEvent, rest: AsyncGenerator[RequestEvent, None]) -> AsyncGenerator[RequestEvent, None]:
-    """`first`, then `rest`, which is closed with the generator."""
-    async with aclosing(rest):
-        yield first
-        async for update in rest:
-            yield update
 
 
 def event(body: Json) -> bytes:

@@ -10,6 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from rally.engines.base import ContextExceeded
 from rally.services.admission import ClientGone, Refused
 from rally.types import RallyError
 
@@ -24,6 +25,10 @@ ANTHROPIC_KINDS = {
 }
 
 
+def status_of(error: RallyError) -> int:
+    return error.status if isinstance(error, Refused) else 400
+
+
 def anthropic_error(error: RallyError, status: int) -> dict[str, Any]:
     """The JSON of an error in Anthropic's format."""
     kind = ANTHROPIC_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
@@ -32,9 +37,10 @@ def anthropic_error(error: RallyError, status: int) -> dict[str, Any]:
 
 def error_body(error: RallyError) -> dict[str, Any]:
     """The JSON of an error."""
-    status = error.status if isinstance(error, Refused) else 400
+    status = status_of(error)
     kind = "invalid_request_error" if status < 429 else "server_error" if status >= 500 else "rate_limit_error"
-    details: dict[str, Any] = {"param": None, "code": None}
+    too_long = isinstance(error, ContextExceeded)  # clients shorten their messages when they read this code
+    details: dict[str, Any] = {"param": None, "code": "context_length_exceeded" if too_long else None}
     if isinstance(error, Refused):
         details = {"param": error.param, "code": error.code}
     return {"error": {"message": str(error), "type": kind, **details}}
@@ -43,7 +49,7 @@ def error_body(error: RallyError) -> dict[str, Any]:
 def refuse(request: Request, error: Exception) -> Response:
     """The response for a RallyError."""
     assert isinstance(error, RallyError)
-    status = error.status if isinstance(error, Refused) else 400
+    status = status_of(error)
     pause = error.retry_after if isinstance(error, Refused) else 0
     anthropic = request.url.path.startswith(ANTHROPIC)
     body = anthropic_error(error, status) if anthropic else error_body(error)

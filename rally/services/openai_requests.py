@@ -7,7 +7,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from rally.chat import ChatCodec
 from rally.chat.grammars import ANY_OBJECT, Constraint
+from rally.chat.thinking import ThinkingError, ThinkingRequest
 from rally.services.admission import Refused
 from rally.types import Message, SamplingParams
 
@@ -24,7 +26,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "service_tier": (None, "auto", "default"),
     "store": (None, False),
     "suffix": (None, ""),
-    "top_logprobs": (None, 0),
 }
 
 
@@ -90,13 +91,10 @@ class SamplingRequest(BaseModel):
 class CompletionRequest(SamplingRequest):
     prompt: str | list[int] | list[str] | list[list[int]]
     logprobs: int | None = None
+    echo: bool = False
 
     @property
     def wants_logprobs(self) -> bool:
-        if self.logprobs:
-            raise Refused(
-                400, "only the log-probability of the sampled token is available; set logprobs=0", param="logprobs"
-            )
         return self.logprobs is not None
 
     @property
@@ -149,9 +147,23 @@ class ChatRequest(SamplingRequest):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = "auto"
     logprobs: bool | None = None
+    top_logprobs: int = 0
     max_completion_tokens: int | None = None
     response_format: dict[str, Any] | None = None
     parallel_tool_calls: bool = True
+    reasoning_effort: str | None = None
+    thinking: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def variables_of(self, codec: ChatCodec) -> dict[str, Any]:
+        """The template variables for what the request asks of the model's thinking."""
+        wanted = ThinkingRequest(
+            effort=self.reasoning_effort, thinking=self.thinking, variables=self.chat_template_kwargs
+        )
+        try:
+            return wanted.template_variables(codec)
+        except ThinkingError as problem:
+            raise Refused(400, str(problem), param=problem.field) from None
 
     @property
     def wants_logprobs(self) -> bool:

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from rally.chat import ChatCodec
+from rally.chat.codec import partial_suffix
 from rally.chat.grammars import Constraint, answer_prefix
-from rally.engines.embedded.request_slots import SampledTokens
+from rally.engines.base import SampledTokens
 from rally.services.admission import SamplingAsk
 from rally.types import Generation, SamplingParams
 
@@ -29,14 +30,14 @@ def before_stop(text: str, stops: Sequence[str]) -> str:
 
 
 class TextStream:
-    """Decodes a growing choice. Only the last few tokens are decoded again for each new one."""
+    """Decodes a growing choice. Only the last few tokens are decoded again for each new one. `settled` gives the part
+    of an unfinished text that will not change: the beginning of what `finish` gets."""
 
-    def __init__(self, decode: Decode, stops: Sequence[str]) -> None:
-        self._decode, self._stops = decode, tuple(stops)
+    def __init__(self, decode: Decode, stops: Sequence[str], settled: Callable[[str], str] | None = None) -> None:
+        self._decode, self._stops, self._settled = decode, tuple(stops), settled
         self._ids: list[int] = []
         self._anchor = self._read = 0  # text up to token `_read` is decoded; decoding begins at `_anchor`, for context
-        self._text = ""
-        self._sent = 0
+        self._text = self._sent = ""
 
     def push(self, ids: Sequence[int]) -> str:
         """Add tokens; returns the text that can be sent now."""
@@ -46,25 +47,20 @@ class TextStream:
         if not text.endswith(UNFINISHED):
             self._text += text[len(before) :]
             self._anchor, self._read = self._read, len(self._ids)
-        return self._send(before_stop(self._text, self._stops), hold=True)
+        text = self._settled(self._text) if self._settled is not None else self._text
+        return self._send(before_stop(text, self._stops), hold=True)
 
     def finish(self, whole: str) -> str:
         """The part of the whole text that was not sent yet."""
         return self._send(whole, hold=False)
 
     def _send(self, text: str, *, hold: bool) -> str:
-        end = len(text) - self._held_back(text) if hold else len(text)
-        piece = text[self._sent : end]
-        self._sent = max(self._sent, end)
+        text = text[: len(text) - partial_suffix(text, self._stops)] if hold else text
+        if hold and len(text) < len(self._sent):
+            return ""
+        assert text.startswith(self._sent), "what was sent is the beginning of the text"
+        piece, self._sent = text[len(self._sent) :], text
         return piece
-
-    def _held_back(self, text: str) -> int:
-        """The length of the longest end of the text with which a stop string may begin."""
-        longest = max((len(stop) for stop in self._stops), default=0)
-        for length in range(min(longest - 1, len(text)), 0, -1):
-            if any(stop.startswith(text[-length:]) for stop in self._stops):
-                return length
-        return 0
 
 
 Json = dict[str, Any]
@@ -81,6 +77,15 @@ class ResponseOptions:
     choices: int  # per prompt
 
 
+class StreamBegin(NamedTuple):
+    """What is known of a chat completion when its first token was sampled."""
+
+    id: str
+    created: int
+    model: str
+    prompt_tokens: int
+
+
 class PromptFields(NamedTuple):
     """Fields about the prompt: of the response, and of each choice."""
 
@@ -95,8 +100,8 @@ class Shape(Protocol):
     kind: str
     piece_kind: str
 
-    def stream(self, params: SamplingParams) -> TextStream | None:
-        """The decoder of a streamed choice; None if it can only be sent whole."""
+    def stream(self, params: SamplingParams) -> TextStream:
+        """The decoder of a streamed choice."""
         ...
 
     def text(self, generation: Generation, params: SamplingParams) -> str: ...
@@ -111,8 +116,8 @@ class Shape(Protocol):
 
     def piece(self, text: str, *, first: bool) -> Json: ...
 
-    def ending(self, generation: Generation, params: SamplingParams, rest: str, *, first: bool) -> Json:
-        """The fields of the last piece; `rest` is the text that was not sent yet."""
+    def ending(self, generation: Generation, params: SamplingParams, stream: TextStream, *, first: bool) -> list[Json]:
+        """The fields of the last pieces; `stream` has sent a part of the text. The first piece has the last tokens."""
         ...
 
     def logprobs(self, sampled: SampledTokens) -> Json: ...
@@ -127,6 +132,13 @@ class CompletionResponse:
         self._streams = [shape.stream(ask.params) for ask in asks]
         self._sent = [0] * len(asks)
         self._opened = [False] * len(asks)
+        self._begun = False
+
+    def opening(self) -> Iterator[StreamBegin]:
+        """The begin of a stream, once."""
+        if not self._begun:
+            self._begun = True
+            yield StreamBegin(self._id, self._created, self._options.model, len(self._asks[0].prompt_ids))
 
     def whole(self, generations: Sequence[Generation]) -> Json:
         """The response of all finished generations."""
@@ -141,22 +153,18 @@ class CompletionResponse:
 
     def pieces(self, index: int, sampled: SampledTokens) -> Iterator[Json]:
         """The pieces for new tokens of the `index`-th choice."""
-        stream = self._streams[index]
-        if stream is None:
-            return
-        text = stream.push(sampled.ids)
+        text = self._streams[index].push(sampled.ids)
         if text or self._options.token_ids or self._options.logprobs:
             self._sent[index] += len(sampled.ids)
             yield self._chunk(index, self._shape.piece(text, first=not self._opened[index]), sampled)
 
     def ending(self, index: int, generation: Generation) -> Iterator[Json]:
-        """The last piece of the `index`-th choice."""
+        """The last pieces of the `index`-th choice."""
         ask, stream, sent = self._asks[index], self._streams[index], self._sent[index]
-        text = self._shape.text(generation, ask.params)
-        rest = text if stream is None else stream.finish(text)
         sampled = SampledTokens(list(generation.ids[sent:]), list(generation.logprobs[sent:]))
-        fields = self._shape.ending(generation, ask.params, rest, first=not self._opened[index])
-        yield self._chunk(index, fields, sampled)
+        for fields in self._shape.ending(generation, ask.params, stream, first=not self._opened[index]):
+            yield self._chunk(index, fields, sampled)
+            sampled = SampledTokens([], [])
 
     def usage_piece(self, generations: Sequence[Generation]) -> Iterator[Json]:
         """The usage, as the last piece of a stream that includes it."""
@@ -178,7 +186,8 @@ class CompletionResponse:
 
     def _extras(self, sampled: SampledTokens) -> Json:
         ids = {"token_ids": sampled.ids} if self._options.token_ids else {}
-        return {"logprobs": self._shape.logprobs(sampled) if self._options.logprobs else None, **ids}
+        wanted = self._options.logprobs and bool(sampled.ids)
+        return {"logprobs": self._shape.logprobs(sampled) if wanted else None, **ids}
 
     def _usage(self, generations: Sequence[Generation]) -> Json:
         prompt = sum(len(ask.prompt_ids) for ask in self._asks[:: self._options.choices])
@@ -215,24 +224,33 @@ class CompletionShape:
     def piece(self, text: str, *, first: bool) -> Json:
         return {"text": text}
 
-    def ending(self, generation: Generation, params: SamplingParams, rest: str, *, first: bool) -> Json:
-        return {"text": rest, "finish_reason": generation.finish}
+    def ending(self, generation: Generation, params: SamplingParams, stream: TextStream, *, first: bool) -> list[Json]:
+        return [{"text": stream.finish(self.text(generation, params)), "finish_reason": generation.finish}]
 
     def logprobs(self, sampled: SampledTokens) -> Json:
         return {"tokens": [self._decode([i]) for i in sampled.ids], "token_logprobs": sampled.logprobs}
 
 
 class ChatShape:
-    """Chat completions. With tools a turn is sent when it is complete, because only then its calls are known. `prefix`
-    is what the chat template writes before an answer; it is no part of a JSON answer."""
+    """Chat completions. Calls are sent when the turn is complete, because only then they are known, and the text
+    before them as it is sampled. `prefix` is what the chat template writes before an answer; it is no part of a JSON
+    answer."""
 
     prefix, kind, piece_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(self, codec: ChatCodec, tools: bool, prefix: str = "") -> None:
         self._codec, self._tools, self._prefix = codec, tools, prefix
+        self._made: tuple[Generation, Json, str] | None = None  # the last message: its calls have ids of their own
 
-    def stream(self, params: SamplingParams) -> TextStream | None:
-        return None if self._tools or self._prefix else TextStream(self._codec.decode, params.stop)
+    def stream(self, params: SamplingParams) -> TextStream:
+        return TextStream(self._codec.decode, params.stop, self._settled if self._tools or self._prefix else None)
+
+    def _settled(self, text: str) -> str:
+        """The part of an unfinished text that the message begins with."""
+        if self._prefix.startswith(text):
+            return ""
+        text = text.removeprefix(self._prefix)
+        return self._codec.settled(text) if self._tools else text
 
     def text(self, generation: Generation, params: SamplingParams) -> str:
         text = before_stop(self._codec.decode(_without_end(generation, params)), params.stop)
@@ -256,13 +274,13 @@ class ChatShape:
     def piece(self, text: str, *, first: bool) -> Json:
         return {"delta": {**({"role": "assistant"} if first else {}), "content": text}}
 
-    def ending(self, generation: Generation, params: SamplingParams, rest: str, *, first: bool) -> Json:
+    def ending(self, generation: Generation, params: SamplingParams, stream: TextStream, *, first: bool) -> list[Json]:
         message, finish = self._message(generation, params)
-        fields = self.piece(rest, first=first)
+        fields = self.piece(stream.finish(message["content"] or ""), first=first)
         if "tool_calls" in message:
             calls = [{"index": i, **call} for i, call in enumerate(message["tool_calls"])]
-            fields["delta"] |= {"content": message["content"], "tool_calls": calls}
-        return fields | {"finish_reason": finish}
+            fields["delta"] |= {**message, "content": fields["delta"]["content"] or None, "tool_calls": calls}
+        return [fields, {"delta": {}, "finish_reason": finish, **self._stop_reason(generation, params)}]
 
     def logprobs(self, sampled: SampledTokens) -> Json:
         entries = []
@@ -274,11 +292,17 @@ class ChatShape:
 
     def _message(self, generation: Generation, params: SamplingParams) -> tuple[Json, str]:
         """The message of a turn, and its finish reason, which is tool_calls if calls were parsed."""
+        if self._made is None or self._made[0] is not generation:
+            self._made = (generation, *self._new_message(generation, params))
+        return self._made[1:]
+
+    def _new_message(self, generation: Generation, params: SamplingParams) -> tuple[Json, str]:
         if self._tools:
             message = self._codec.message(self._codec.parse(generation.ids))
             if "tool_calls" in message:
                 calls = [_openai_call(call["function"]) for call in message["tool_calls"]]
-                return {**message, "content": message["content"] or None, "tool_calls": calls}, "tool_calls"
+                content = before_stop(message["content"], params.stop) or None
+                return {**message, "content": content, "tool_calls": calls}, "tool_calls"
         return {"role": "assistant", "content": self.text(generation, params)}, generation.finish
 
 

@@ -1,27 +1,35 @@
 """OpenAI's `/v1/responses`, translated into chat requests.
 
-A response is sent when it is complete; a streaming client gets it in the events that it expects. Nothing is stored
-beyond the life of an episode: behind the gateway `previous_response_id` continues a response of the same episode, and a
-server refuses it.
+A streaming client gets text as it is sampled, and calls when the turn is complete. Nothing is stored beyond the life of
+an episode: behind the gateway `previous_response_id` continues a response of the same episode, and a server refuses it.
 """
 
 from __future__ import annotations
 
-import time
-import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from pydantic import Field
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from rally.services.admission import Refused, unless_gone
-from rally.services.api_translation import ChatBackend, TranslatedRequest, chat_request, named_events, text_of
+from rally.services.api_translation import (
+    ChatBackend,
+    StreamPart,
+    TranslatedRequest,
+    begun,
+    chat_request,
+    event_stream,
+    is_whole,
+    text_of,
+    text_of_chunk,
+)
+from rally.services.openai_errors import error_body
 from rally.services.openai_requests import ChatRequest
-from rally.services.openai_responses import Json, call_key
-from rally.types import Message
+from rally.services.openai_responses import Json, StreamBegin, call_key
+from rally.types import Message, RallyError
 
 HARMLESS = frozenset({"metadata", "user", "store", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"})
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -136,12 +144,12 @@ def response_of(answer: Json, body: ResponsesRequest) -> Json:
     return {
         "id": f"resp_{call_key(answer['id'])}",
         "object": "response",
-        "created_at": int(time.time()),
+        "created_at": answer["created"],
         "status": "incomplete" if cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
         "error": None,
         "model": answer["model"],
-        "output": list(_output(choice["message"], "incomplete" if cut else "completed")),
+        "output": list(_output(choice["message"], "incomplete" if cut else "completed", call_key(answer["id"]))),
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "metadata": (body.model_extra or {}).get("metadata") or {},
@@ -164,45 +172,87 @@ def response_of(answer: Json, body: ResponsesRequest) -> Json:
     }
 
 
-def _output(message: Message, status: str) -> Iterator[Json]:
+def _output(message: Message, status: str, key: str) -> Iterator[Json]:
     calls = message.get("tool_calls") or ()
     if message.get("content") or not calls:
         part: Json = {"type": "output_text", "text": message.get("content") or "", "annotations": [], "logprobs": []}
-        own = {"type": "message", "id": f"msg_{uuid.uuid4().hex}", "role": "assistant", "status": status}
+        own = {"type": "message", "id": f"msg_{key}", "role": "assistant", "status": status}
         yield {**own, "content": [part]}
-    for call in calls:
-        own = {"type": "function_call", "id": f"fc_{uuid.uuid4().hex}", "call_id": call["id"], "status": "completed"}
+    for number, call in enumerate(calls):
+        own = {"type": "function_call", "id": f"fc_{key}_{number}", "call_id": call["id"], "status": "completed"}
         yield {**own, **call["function"]}
 
 
-def events_of(response: Json) -> list[Json]:
-    """A complete response as the events of a stream."""
-    begun = {**response, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
-    events: list[Json] = [{"type": f"response.{kind}", "response": begun} for kind in ("created", "in_progress")]
+async def events_of(
+    parts: AsyncIterator[StreamPart], body: ResponsesRequest, finished: Callable[[Json], Json]
+) -> AsyncIterator[Json]:
+    """The events of a stream. `finished` makes the response of the whole chat completion, and stores it."""
+    number, text, item = 0, "", dict[str, Any]()
+    async for part in parts:
+        if isinstance(part, StreamBegin):
+            started = {**response_of(_empty(part), body), "status": "in_progress", "output": [], "usage": None}
+            events: Iterable[Json] = (
+                {"type": f"response.{k}", "response": started} for k in ("created", "in_progress")
+            )
+            item = next(_output({"content": ""}, "in_progress", call_key(part.id)))
+        elif is_whole(part):
+            events = _final_events(finished(part), text)
+        else:
+            piece = text_of_chunk(part)
+            opening = _message_opening(item) if piece and not text else ()
+            delta = {"type": "response.output_text.delta", **_place(item), "delta": piece, "logprobs": []}
+            events, text = [*opening, *([delta] if piece else [])], text + piece
+        for one in events:
+            yield {**one, "sequence_number": number}
+            number += 1
+
+
+def _empty(begin: StreamBegin) -> Json:
+    """A chat completion of which nothing was sampled yet."""
+    usage = {"prompt_tokens": begin.prompt_tokens, "completion_tokens": 0, "total_tokens": begin.prompt_tokens}
+    choice = {"finish_reason": "stop", "message": {"content": ""}}
+    head = {"id": begin.id, "created": begin.created, "model": begin.model, "choices": [choice]}
+    return {**head, "usage": {**usage, "prompt_tokens_details": {"cached_tokens": 0}}}
+
+
+def _final_events(response: Json, text: str) -> Iterator[Json]:
+    """The events at the end; `text` was sent."""
     for at, item in enumerate(response["output"]):
-        events += _item_events(item, at)
-    events.append({"type": f"response.{response['status']}", "response": response})
-    return [{**one, "sequence_number": number} for number, one in enumerate(events)]
+        if item["type"] == "function_call":
+            yield from _call_events(item, at)
+        else:
+            yield from () if text else _message_opening(item)
+            (part,) = item["content"]
+            assert part["text"] == text, "the whole text was sent"
+            yield {"type": "response.output_text.done", **_place(item), "text": text, "logprobs": []}
+            yield {"type": "response.content_part.done", **_place(item), "part": part}
+        yield {"type": "response.output_item.done", "output_index": at, "item": item}
+    yield {"type": f"response.{response['status']}", "response": response}
 
 
-def _item_events(item: Json, at: int) -> Iterator[Json]:
-    place = {"output_index": at, "item_id": item["id"]}
-    if item["type"] == "function_call":
-        opened = {**item, "status": "in_progress", "arguments": ""}
-        yield {"type": "response.output_item.added", "output_index": at, "item": opened}
-        name = "response.function_call_arguments"
-        yield {"type": f"{name}.delta", **place, "delta": item["arguments"]}
-        yield {"type": f"{name}.done", **place, "name": item["name"], "arguments": item["arguments"]}
-    else:
-        (part,) = item["content"]
-        place = {**place, "content_index": 0}
-        opened = {**item, "status": "in_progress", "content": []}
-        yield {"type": "response.output_item.added", "output_index": at, "item": opened}
-        yield {"type": "response.content_part.added", **place, "part": {**part, "text": ""}}
-        yield {"type": "response.output_text.delta", **place, "delta": part["text"], "logprobs": []}
-        yield {"type": "response.output_text.done", **place, "text": part["text"], "logprobs": []}
-        yield {"type": "response.content_part.done", **place, "part": part}
-    yield {"type": "response.output_item.done", "output_index": at, "item": item}
+def _place(item: Json) -> Json:
+    """A message is the first item."""
+    return {"output_index": 0, "item_id": item["id"], "content_index": 0}
+
+
+def _message_opening(item: Json) -> Iterator[Json]:
+    (part,) = item["content"]
+    opened = {**item, "status": "in_progress", "content": []}
+    yield {"type": "response.output_item.added", "output_index": 0, "item": opened}
+    yield {"type": "response.content_part.added", **_place(item), "part": {**part, "text": ""}}
+
+
+def _call_events(item: Json, at: int) -> Iterator[Json]:
+    place, name = {"output_index": at, "item_id": item["id"]}, "response.function_call_arguments"
+    opened = {**item, "status": "in_progress", "arguments": ""}
+    yield {"type": "response.output_item.added", "output_index": at, "item": opened}
+    yield {"type": f"{name}.delta", **place, "delta": item["arguments"]}
+    yield {"type": f"{name}.done", **place, "name": item["name"], "arguments": item["arguments"]}
+
+
+def _failed(error: RallyError) -> Json:
+    own = error_body(error)["error"]
+    return {"type": "error", "code": own["code"] or own["type"], "message": own["message"], "param": own["param"]}
 
 
 class Responses:
@@ -221,15 +271,19 @@ class Responses:
         stored = self._backend.stored_responses(request)
         earlier = self._earlier(stored, body.previous_response_id)
         chat = body.chat(earlier)
-        answer = await unless_gone(request, self._backend.complete(request, chat))
-        response = response_of(answer, body)
-        if stored is not None:
-            # Instructions are not part of what a later response continues.
-            own = chat.messages[1:] if body.instructions else chat.messages
-            stored[response["id"]] = [*own, answer["choices"][0]["message"]]
-        if not body.stream:
-            return JSONResponse(response)
-        return StreamingResponse(named_events(events_of(response)), media_type="text/event-stream")
+
+        def finished(answer: Json) -> Json:
+            response = response_of(answer, body)
+            if stored is not None:
+                # Instructions are not part of what a later response continues.
+                own = chat.messages[1:] if body.instructions else chat.messages
+                stored[response["id"]] = [*own, answer["choices"][0]["message"]]
+            return response
+
+        if body.stream:
+            parts = await begun(request, self._backend.stream(request, chat))
+            return event_stream(events_of(parts, body, finished), _failed)
+        return JSONResponse(finished(await unless_gone(request, self._backend.complete(request, chat))))
 
     def _earlier(self, stored: dict[str, list[Message]] | None, previous: str | None) -> list[Message]:
         if previous is None:

@@ -27,6 +27,7 @@ from PIL import Image as PILImage
 
 from rally.tools import ToolBox, ToolConfigError, ToolLimits, load_tools
 from rally.tools.mcp import client as line_module
+from rally.tools.mcp import connection as connection_module
 from rally.tools.mcp.connection import McpConnection
 from rally.tools.mcp.tools import read_content
 from rally.types import Task, ToolCall, ToolResult, ToolStatus
@@ -593,3 +594,21 @@ async def test_a_web_server_that_hangs_gets_a_new_session(opened: Open, monkeypa
             assert asyncio.get_running_loop().time() < until, answer.response.text
         assert answer.response.text == "echo 3"
         assert state["seen"].count("initialize") + state["seen"].count("server/discover") > opened_before
+
+
+def test_a_start_that_does_not_end_when_it_is_cancelled_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A race in the SDK may swallow the cancellation at `startup_timeout`; nobody may wait for it then."""
+
+    @asynccontextmanager
+    async def stuck(self: McpConnection) -> AsyncIterator[Any]:
+        try:
+            await asyncio.sleep(1000)
+        except asyncio.CancelledError:
+            await asyncio.sleep(1000)
+        yield None
+
+    monkeypatch.setattr(McpConnection, "_process", stuck)
+    monkeypatch.setattr(connection_module, "CLOSING_SECONDS", 0.3)
+    entry = {"mcp_servers_config_path": servers(a={"command": "sh"}), "startup_timeout": 0.2}
+    with pytest.raises(ToolConfigError, match=r"'a' is gone \(no answer within 0.2 seconds of its start\)"):
+        load_tools({"tools": [{"type": "mcp", **entry}]})

@@ -42,6 +42,9 @@ class ToolFormat:
     name: str = ""
     marks: Sequence[str] = ()
     """Texts that only this format writes. They decide between formats that read the same call."""
+    begins: Sequence[str] = ()
+    """The first words of everything that `find` takes for a call. A streamed turn is sent up to the first of them.
+    Empty if calls may begin otherwise: then a turn is sent when it is complete."""
 
     def find(self, text: str, schemas: Schemas) -> list[FoundCall]:
         raise NotImplementedError(f"{type(self).__name__} must define find(text, schemas)")
@@ -72,6 +75,12 @@ class ToolFormat:
                 ToolCall(name=one.call.name, arguments=one.call.arguments, id=call_id, raw=raw, error=one.call.error)
             )
         return FormatResult(outside(text, found), tuple(calls))
+
+
+def first_words(*texts: str) -> tuple[str, ...]:
+    """The beginnings of texts in which white space may differ; nothing if one of them begins with a variable."""
+    words = [re.split(r"\s+|(?<=>)(?=<)", text.strip())[0].split("{")[0] for text in texts if text.strip()]
+    return tuple(dict.fromkeys(words)) if all(words) else ()
 
 
 def schemas_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:

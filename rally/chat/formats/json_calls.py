@@ -12,7 +12,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
-from rally.chat.formats.base import CallKeys, FoundCall, Schemas, ToolFormat, argument_object, call_of, malformed
+from rally.chat.formats.base import (
+    CallKeys,
+    FoundCall,
+    Schemas,
+    ToolFormat,
+    argument_object,
+    call_of,
+    first_words,
+    malformed,
+)
 from rally.chat.formats.plain_call import find_plain
 from rally.chat.formats.tolerant_json import read_json
 from rally.types import ToolCall
@@ -51,6 +60,7 @@ class JsonCalls(ToolFormat):
     ) -> None:
         self.name, self.opening, self.closing = name, opening, closing
         self.marks = (opening,)
+        self.begins = first_words(opening, closing)
         self._layout, self._keys, self._keyed, self._margin = layout, keys, keyed, margin
         ahead = rf"(?={before})" if before else ""
         marks = [rf"(?P<open>{spaced(opening)}{ahead})", *([rf"(?P<close>{spaced(closing)})"] if closing else [])]

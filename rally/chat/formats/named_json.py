@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rally.chat.formats.base import CallKeys, FoundCall, Schemas, ToolFormat, argument_object, malformed
+from rally.chat.formats.base import CallKeys, FoundCall, Schemas, ToolFormat, argument_object, first_words, malformed
 from rally.chat.formats.json_calls import JsonCalls, spaced
 from rally.chat.formats.tolerant_json import read_json
 from rally.types import ToolCall
@@ -47,6 +47,7 @@ class NamedJson(ToolFormat):
         # The mark that begins a call; a code word after it, as `function` in DeepSeek V3, may be missing.
         self._first = re.match(r"<[^<>]*>|\[[^\[\]]*\]|.*", first, re.DOTALL)[0].strip()  # type: ignore[index]
         self.marks = tuple(mark for mark in (section[0], self._first) if mark)
+        self.begins = first_words(self._first, *section)
         pieces = _FIELD.split(opening)
         if not re.search(r"[<>\[]", pieces[-1]):
             pieces[-1] = ""  # the name ends where the arguments or a code fence begin
@@ -163,6 +164,7 @@ class Functionary(NamedJson):
     def __init__(self, name: str, opening: str, *, not_tools: Sequence[str]) -> None:
         super().__init__(name, opening, not_tools=not_tools)
         self._start = re.compile(r">>>(?!all\n)(?=[\w.-]{1,200}\n)")  # and not a Python prompt
+        self.begins = ()  # the first call has no mark of its own
 
     def find(self, text: str, schemas: Schemas) -> list[FoundCall]:
         if re.match(r"[\w.-]{1,200}\n\s*\{", text) is None:
@@ -176,7 +178,7 @@ class Mistral(ToolFormat):
     """`[TOOL_CALLS]` and then a list with ids (v3 to v7), or for each call its name, id and arguments (v11), or name
     and arguments (v13). All are read; `layout` is what is written. Ids are 9 letters and digits."""
 
-    marks = ("[TOOL_CALLS]",)
+    marks = begins = ("[TOOL_CALLS]",)
 
     def __init__(self, name: str, layout: str) -> None:
         self.name = name

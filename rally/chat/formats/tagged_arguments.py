@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from rally.chat.formats.base import FoundCall, Schemas, ToolFormat, convert, malformed
+from rally.chat.formats.base import FoundCall, Schemas, ToolFormat, convert, first_words, malformed
 from rally.chat.formats.json_calls import spaced
 from rally.chat.formats.tolerant_json import read_whole
 from rally.types import ToolCall
@@ -68,6 +68,7 @@ class TaggedArguments(ToolFormat):
             for mark in (section.opening, call.opening.split("{")[0], argument.opening.split("{")[0])
             if mark
         )
+        self.begins = first_words(section.opening, section.closing, lead, call.opening)
 
     @property
     def shape(self) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from rally.engines.base import EngineError
+from rally.engines.base import ContextExceeded, EngineError
 from rally.engines.embedded.cuda_runner import CudaRunner
 from rally.engines.embedded.kv_cache import KVStore, PagePool
 from rally.engines.embedded.memory_plan import plan_memory
@@ -195,7 +195,7 @@ class EngineCore:
             raise EngineError(f"the prompt contains a token id outside the model's vocabulary of {self._vocabulary}")
         limit = f"{self.settings.option_names.max_model_len}={self.settings.max_model_len}"
         if len(prompt_ids) + 1 > self.settings.max_model_len:
-            raise EngineError(
+            raise ContextExceeded(
                 f"a prompt of {len(prompt_ids)} tokens leaves no room in {limit}; shorten it or raise the limit"
             )
         if params.stop_ids and max(params.stop_ids) >= self._vocabulary:
@@ -204,7 +204,7 @@ class EngineCore:
             raise EngineError("stop strings need a tokenizer; give the engine one or use stop_ids")
         space = self.settings.max_model_len - len(prompt_ids)
         if params.max_tokens > space:
-            raise EngineError(
+            raise ContextExceeded(
                 f"{len(prompt_ids)} prompt tokens and max_tokens={params.max_tokens} exceed {limit}; "
                 f"ask for at most {space} new tokens"
             )

@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rally.engines.base import EngineError, PromptLogprobs, UtilizationClock
+from rally.engines.base import EngineError, OnTokens, PromptLogprobs, UtilizationClock
 from rally.engines.embedded.core import EngineCore
 from rally.engines.embedded.prompt_logprobs import check_prompt, prompt_logprobs
-from rally.engines.embedded.request_slots import Request, SampledTokens
+from rally.engines.embedded.request_slots import Request
 from rally.engines.embedded.sampler import NonFiniteLogits
 from rally.engines.embedded.settings import EngineSettings
 from rally.models.token_masks import Grammars, GrammarState
@@ -46,9 +46,6 @@ operations, each of which releases the lock. With Python's default of 5 ms each 
 long beside a busy agent loop."""
 
 SELF_TEST = SamplingParams(temperature=0.0, max_tokens=1)
-
-OnTokens = Callable[[SampledTokens], None]
-"""Called in the caller's event loop with the tokens sampled since the last call; the Generation holds all of them."""
 
 _Waiter = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Generation]"]
 _Outcome = tuple["asyncio.Future[Generation]", Generation | BaseException]
@@ -148,9 +145,11 @@ class EmbeddedEngine:
                 self._wake.notify()
             raise
 
-    async def prompt_logprobs(self, ids: Sequence[int], start: int, top: int = 0) -> PromptLogprobs:
-        """The log-probabilities, at temperature 1, of `ids[start:]`, and the `top` likeliest tokens there. The forward
-        runs between two steps of the engine. Cancelling the awaiting task cancels a request that has not begun."""
+    async def prompt_logprobs(
+        self, ids: Sequence[int], start: int, top: int = 0, temperature: float = 1.0
+    ) -> PromptLogprobs:
+        """The log-probabilities of `ids[start:]`, and the `top` likeliest tokens there. The forward runs between two
+        steps of the engine. Cancelling the awaiting task cancels a request that has not begun."""
         vocabulary = self.core.model.config.get_text_config().vocab_size
         check_prompt(ids, start, top, vocabulary=vocabulary, max_model_len=self.max_model_len)
         if self._closed:
@@ -159,7 +158,7 @@ class EmbeddedEngine:
 
         def work() -> PromptLogprobs | None:
             with self._lock, self._steps.working():
-                return None if gone.is_set() else prompt_logprobs(self.core.model, ids, start, top)
+                return None if gone.is_set() else prompt_logprobs(self.core.model, ids, start, top, temperature)
 
         try:
             found = await asyncio.to_thread(work)

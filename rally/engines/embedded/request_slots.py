@@ -12,11 +12,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from rally.engines.base import SampledTokens
 from rally.engines.embedded.radix_cache import TreePosition
 from rally.models.token_masks import GrammarState, compressed
 from rally.models.vision import Rope, rope_of
@@ -117,13 +117,6 @@ class Request:
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
-
-
-class SampledTokens(NamedTuple):
-    """Consecutive sampled tokens and their logprobs."""
-
-    ids: list[int]
-    logprobs: list[float]
 
 
 class Slots:

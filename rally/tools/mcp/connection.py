@@ -136,6 +136,10 @@ class McpConnection:
         self._stop = asyncio.Event()
         self._client: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
         self.owner = asyncio.create_task(self._hold(), name=f"mcp {server.name}")
+        # A start that hangs in the SDK may not even end when it is cancelled; nobody must wait for it.
+        late = server.startup_timeout + CLOSING_SECONDS
+        watch = asyncio.get_running_loop().call_later(late, self._give_up)
+        self._client.add_done_callback(lambda _: watch.cancel())
 
     async def ready(self) -> None:
         """Wait for the session. Raises CannotStart, or McpFailure when another attempt may succeed."""
@@ -202,6 +206,8 @@ class McpConnection:
                 async with asyncio.timeout(self.server.startup_timeout):
                     client = await stack.enter_async_context(Client(self._transport(), mode=self._mode))
                     self.tools = await _list_tools(client)
+                if self._client.done():  # it was given up meanwhile
+                    return
                 self._client.set_result(client)
                 await self._stop.wait()
         except TimeoutError:
@@ -214,6 +220,11 @@ class McpConnection:
             self.closed = True
             self._client.cancel()  # wakes calls that wait for a cancelled start
             self._stderr.close()
+
+    def _give_up(self) -> None:
+        self._fail(CannotStart, f"no answer within {self.server.startup_timeout:g} seconds of its start")
+        self.closed = True
+        self.owner.cancel()
 
     def _fail(self, kind: type[McpFailure], reason: str) -> None:
         self._reason = reason

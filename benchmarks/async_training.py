@@ -5,9 +5,9 @@
 
 Trains the demo's model with GRPO on arithmetic. Each call of the calculator takes 0.2 to 4 seconds, lognormal with a
 median of 0.6 s. `sync` waits for the slowest episode of a step; `async` samples one batch ahead and lets episodes go on
-across updates; `lag` samples each batch whole, one update ahead. `served`, `separate` and `separate-lag` are these three
-over `--servers` servers of Rally's own (`rally serve engine`), which the run starts. All modes train on the same prompts
-in the same order. Prints one line per run and the ratios of the means.
+across updates; `lag` samples each batch whole, one update ahead. `served`, `separate` and `separate-lag` are these
+three over `--servers` servers of Rally's own (`rally serve engine`), which the run starts. All modes train on the same
+prompts in the same order. Prints one line per run and the ratios of the means.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """Asynchronous against synchronous training with slow tools: samples per second, reward per sample, staleness.
 
     python -m benchmarks.async_training --out FOLDER [--steps 16] [--seeds 0 1 2] [--modes sync async lag]
-        [KEY=VALUE]...
+        [--servers 2] [KEY=VALUE]...
 
 Trains the demo's model with GRPO on arithmetic. Each call of the calculator takes 0.2 to 4 seconds, lognormal with a
 median of 0.6 s. `sync` waits for the slowest episode of a step; `async` samples one batch ahead and lets episodes go on
-across updates; `lag` samples each batch whole, one update ahead. All modes train on the same prompts in the same order.
-Prints one line per run and the ratios of the means.
+across updates; `lag` samples each batch whole, one update ahead. `served`, `separate` and `separate-lag` are these
+three over `--servers` servers of Rally's own (`rally serve engine`), which the run starts. All modes train on the same
+prompts in the same order. Prints one line per run and the ratios of the means.
 """
 
 from __future__ import annotations
@@ -28,10 +29,15 @@ from rally.tools.builtin.calculator import Calculator
 from rally.track import RunFolder
 
 MODE = "trainer.v1.trainer_mode=colocate_async"
+SEPARATE = "trainer.v1.trainer_mode=separate_async"
+SERVERS = "actor_rollout_ref.rollout.name=rally"
 MODES: dict[str, tuple[str, ...]] = {
     "sync": (),
     "async": (MODE,),
     "lag": (MODE, "trainer.v1.colocate_async.fixed_lag=true"),
+    "served": (SERVERS,),
+    "separate": (SERVERS, SEPARATE),
+    "separate-lag": (SERVERS, SEPARATE, "trainer.v1.separate_async.fixed_lag=true"),
 }
 TOOLS = """
 tools:
@@ -104,7 +110,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES)[:3])
+    parser.add_argument("--servers", type=int, default=2)
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -113,10 +120,11 @@ def main() -> None:
     for seed in args.seeds:
         for mode in args.modes:
             began = time.perf_counter()
-            one = measure(args.out, models.start, models.data, mode, seed, args.steps, args.overrides)
+            count = [f"actor_rollout_ref.rollout.data_parallel_size={args.servers}"] if SERVERS in MODES[mode] else []
+            one = measure(args.out, models.start, models.data, mode, seed, args.steps, [*count, *args.overrides])
             found[mode].append(one)
             print(
-                f"{mode:5} seed {seed}: {one.samples_per_s:6.1f} samples/s, reward {one.first:.3f} -> {one.last:.3f}, "
+                f"{mode:12} seed {seed}: {one.samples_per_s:6.1f} samples/s, reward {one.first:.3f} -> {one.last:.3f}, "
                 f"validation {one.validation:.3f}, staleness <= {one.staleness:.0f}, engine idle {one.idle:.0%}, "
                 f"{time.perf_counter() - began:.0f} s",
                 flush=True,
@@ -126,7 +134,7 @@ def main() -> None:
         last = [one.last for one in runs]
         spread = stdev(last) if len(last) > 1 else 0.0
         rate = mean(one.samples_per_s for one in runs)
-        print(f"{mode:5}: {rate / base:.2f} times the samples/s; last reward {mean(last):.3f} +- {spread:.3f}")
+        print(f"{mode:12}: {rate / base:.2f} times the samples/s; last reward {mean(last):.3f} +- {spread:.3f}")
 
 
 if __name__ == "__main__":

@@ -12,8 +12,10 @@ from async_cases import LOOP_KEY, metrics, versions, write_loop
 from served_cases import TOKEN, EngineProcess
 from train_cases import Paper, run_config, weights
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
 from rally import distributed
+from rally.cli.main import app
 from rally.config import Config
 from rally.engines.base import EngineError
 from rally.engines.remote import RemoteEngine, ServerAnnouncement, announce
@@ -45,8 +47,9 @@ def servers(home: Path) -> Iterator[list[EngineProcess]]:
 @pytest.fixture(autouse=True)
 def token(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     monkeypatch.setenv("RALLY_ENGINE_TOKEN", TOKEN)
-    monkeypatch.syspath_prepend(write_loop(tmp_path_factory.mktemp("loops")))
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    loops = write_loop(tmp_path_factory.mktemp("loops"))
+    monkeypatch.syspath_prepend(loops)
+    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parents[2]}:{loops}")
 
 
 def config_of(home: Path, out: Path, servers: list[EngineProcess], *keys: str) -> Config:
@@ -68,13 +71,14 @@ def check_bound(folder: Path, steps: int, bound: int) -> None:
             assert min(ages) >= 0 and max(ages) <= bound
 
 
-@pytest.mark.parametrize("ahead", [1, 0.5])
+@pytest.mark.parametrize(("mode", "ahead"), [("separate_async", 1), ("separate_async", 0.5), ("colocate_async", 1)])
 def test_a_run_over_two_servers_keeps_the_bound_of_every_token(
-    home: Path, tmp_path: Path, servers: list[EngineProcess], ahead: float
+    home: Path, tmp_path: Path, servers: list[EngineProcess], mode: str, ahead: float
 ) -> None:
-    keys = (f"trainer.v1.separate_async.num_warmup_batches={ahead}", "trainer.total_training_steps=4", LOOP_KEY)
-    more = ("trainer.test_freq=2", "trainer.val_before_train=false", "trainer.save_freq=-1")
-    train(config_of(home, tmp_path, servers[:2], MODE, *keys, *more), Paper().console)
+    chosen = (f"trainer.v1.trainer_mode={mode}", f"trainer.v1.{mode}.num_warmup_batches={ahead}")
+    keys = (*chosen, "trainer.total_training_steps=4", LOOP_KEY)
+    more = ("trainer.test_freq=2", "trainer.val_before_train=false", "trainer.startup_check=false")
+    train(config_of(home, tmp_path, servers[:2], *keys, *more), Paper().console)
     check_bound(tmp_path, 4, math.ceil(ahead))
     rows = metrics(tmp_path)
     assert max(row["training/off_policy/trajectory_staleness_worst/max"] for row in rows) == 1
@@ -84,6 +88,8 @@ def test_a_run_over_two_servers_keeps_the_bound_of_every_token(
     for step in (2, 4):
         validated = RunFolder(tmp_path).read_episodes(step, validate=True)
         assert {version for episode in validated for version in versions(episode)} == {step}, "one version validates"
+    replayed = CliRunner().invoke(app, ["replay", str(tmp_path), "--update", "3"])
+    assert replayed.exit_code == 0 and "all bits are the same" in replayed.output
 
 
 @pytest.mark.drill(
@@ -170,6 +176,16 @@ def test_a_fixed_lag_over_a_server_samples_each_batch_with_one_version_and_resum
     close(whole, resumed, 2, within=0.0)  # it trains on the batch that the checkpoint of step 1 holds
     ours, theirs = (RunFolder(run).read_episodes(3) for run in (whole, resumed))
     assert [[s.ids for s in e.segments] for e in ours] == [[s.ids for s in e.segments] for e in theirs]
+
+
+@pytest.mark.slow
+def test_loop_workers_keep_the_bound(home: Path, tmp_path: Path, servers: list[EngineProcess]) -> None:
+    keys = (f"{R}.agent.num_workers=2", "trainer.total_training_steps=4", "trainer.save_freq=-1", LOOP_KEY)
+    train(config_of(home, tmp_path, servers[:2], MODE, *keys, *QUIET), Paper().console)
+    check_bound(tmp_path, 4, 1)
+    rows = metrics(tmp_path)
+    assert rows[-1]["rollout/loop_workers"] == 2 and sum(row["failures/loop"] for row in rows) == 0
+    assert any(row["training/off_policy/trajectory_spans/max"] > 1 for row in rows), "episodes go on across updates"
 
 
 @pytest.mark.slow

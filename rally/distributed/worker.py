@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from rally.config import SftConfig
 from rally.distributed.controller import ready_key
 from rally.distributed.process_group import SECRET_VARIABLE, ProcessGroup, Rendezvous
+from rally.models.residence import on_device
 from rally.models.sharding import M, Message, model_state
 from rally.runs import build
 from rally.runs.build.engines import logits_of
@@ -46,7 +47,7 @@ from rally.train.rank_messages import (
     UpdateCritic,
     UpdatePolicy,
 )
-from rally.train.reference import Reference
+from rally.train.reference import Reference, awake
 from rally.train.startup_check import compare_forwards, detached_plain
 from rally.train.teacher import Teachers
 from rally.train.update import UpdateSettings, reference_logprobs, update_policy
@@ -92,6 +93,9 @@ class Worker:
         return self._group.all_gather(numbers_X)
 
 
+CRITIC_MESSAGES = (ComputeValues, UpdateCritic, GatherCritic)
+
+
 @dataclass(frozen=True)
 class Executor:
     """The parts of a run on this rank, and the computation for each message."""
@@ -103,7 +107,8 @@ class Executor:
     teachers: Teachers | None = None
 
     def execute(self, message: Message) -> None:
-        with self.policy.ranks.broadcast(message):
+        learner = self.policy if self.critic is None or not isinstance(message, CRITIC_MESSAGES) else self.critic.learner
+        with self.policy.ranks.broadcast(message), on_device(learner.model), self._frozen(message):
             match message:
                 case ComputeValues() | UpdateCritic() | GatherCritic():
                     assert self.critic is not None
@@ -112,6 +117,13 @@ class Executor:
                     self._execute_policy(message)
         if self.policy.device.type == "cuda":
             torch.cuda.empty_cache()  # servers may share this GPU
+
+    @contextmanager
+    def _frozen(self, message: Message) -> Iterator[None]:
+        """A context in which the frozen models that a message needs are on their device."""
+        needed = self.reference if isinstance(message, (UpdatePolicy, ComputeReference)) else None
+        with awake(needed), nullcontext() if self.teachers is None else self.teachers.resting():
+            yield
 
     def _execute_policy(self, message: Message) -> None:
         policy = self.policy

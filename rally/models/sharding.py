@@ -9,13 +9,15 @@ Shapes: X any numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.utils import get_total_norm
 from transformers import PreTrainedModel
 
 RANKS_ATTRIBUTE = "rally_ranks"
@@ -112,13 +114,53 @@ def full_tensor(value: Tensor) -> Tensor:
     return full.cpu() if value.device_mesh.get_rank() == 0 else torch.empty(0)
 
 
-def shard_like(value: Tensor, like: Tensor) -> Tensor:
-    """This rank's shard of a full tensor, laid out as `like`; the tensor itself if `like` is not sharded."""
+def local_tensor(value: Tensor) -> Tensor:
+    """This rank's shard of a tensor, in the same memory; the tensor itself if it is not sharded."""
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+class ShardPlace(NamedTuple):
+    """The place of a rank's shard in a tensor. Ranks that hold the same shard have different numbers of `replica`."""
+
+    shape: tuple[int, ...]  # of the whole tensor
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    replica: int = 0
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(slice(start, start + count) for start, count in zip(self.offset, self.size, strict=True))
+
+
+def shard_place(value: Tensor) -> ShardPlace:
+    shape = tuple(value.shape)
+    if not isinstance(value, DTensor):
+        return ShardPlace(shape, (0,) * len(shape), shape)
+    size, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+    at = value.device_mesh.get_coordinate()
+    assert at is not None, "a rank holds a part of every tensor"
+    copies = [number for number, one in zip(at, value.placements, strict=True) if not one.is_shard()]
+    return ShardPlace(shape, tuple(offset), tuple(size), max(copies, default=0))
+
+
+def total_norm(gradients: Mapping[str, tuple[Tensor, Tensor]], ranks: Ranks) -> Tensor:
+    """The norm of all gradients over all ranks. Each comes with its parameter, which knows how it is sharded. Gradients
+    in main memory cannot be reduced over GPUs, so their norms go over the ranks as numbers."""
+    first = next((parameter for _, parameter in gradients.values() if isinstance(parameter, DTensor)), None)
+    if first is None or all(gradient.device.type == first.device_mesh.device_type for gradient, _ in gradients.values()):
+        total = get_total_norm([_as_sharded(gradient, like) for gradient, like in gradients.values()])
+        return total.full_tensor() if isinstance(total, DTensor) else total
+    counted = [gradient for gradient, like in gradients.values() if shard_place(like).replica == 0]
+    square = get_total_norm(counted).double().square().reshape(1)
+    return sum(ranks.all_gather(square), torch.zeros(1, dtype=torch.float64)).sqrt().float()[0]
+
+
+def _as_sharded(gradient: Tensor, like: Tensor) -> Tensor:
     if not isinstance(like, DTensor):
-        return value
-    here = value.to(device=like.device, dtype=like.dtype)
-    part = distribute_tensor(here, like.device_mesh, like.placements, src_data_rank=None)
-    return part.clone()
+        return gradient
+    return DTensor.from_local(
+        gradient, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
 
 
 def model_state(model: PreTrainedModel) -> dict[str, Tensor]:

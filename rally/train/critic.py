@@ -20,6 +20,7 @@ from torch import Tensor
 from rally.algos.credit_assignment import CreditSettings
 from rally.algos.gae import advantages_and_returns, decisions, explained_variance, value_loss
 from rally.algos.losses import Aggregation, token_weights
+from rally.models.residence import on_device
 from rally.models.sharding import Ranks
 from rally.train.batch import TrainBatch, batch_of, rows_of, scored_of
 from rally.train.checkpoint.snapshot import Part, state_part
@@ -123,7 +124,7 @@ class Critic:
         """The value before each sampled token of the rows, which only rank 0 has."""
         learner, settings = self.learner, self.settings
         limits = MicroBatchLimits(settings.forward_max_tokens, settings.forward_max_rows)
-        with learner.ranks.broadcast(ComputeValues()):
+        with learner.ranks.broadcast(ComputeValues()), on_device(learner.model):
             return over_rows(
                 rows, lambda packed: token_values(learner.model, packed), learner.device, limits, learner.ranks
             )

@@ -136,8 +136,8 @@ class Controller:
             )
             self._joined_group.send(plan)
 
-    def shard(self, model: PreTrainedModel) -> None:
-        self._group.shard(model, ranks=self, reshard=self.settings.reshard)
+    def shard(self, model: PreTrainedModel, *, offload: bool = False) -> None:
+        self._group.shard(model, ranks=self, reshard=self.settings.reshard, offload=offload)
 
     @asynccontextmanager
     async def watch(self) -> AsyncIterator[None]:

@@ -29,11 +29,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from transformers import PreTrainedModel
 
 from rally.distributed.message_encoding import decode, encode
 from rally.models import attention
+from rally.models.residence import DEVICE_ATTRIBUTE
 from rally.models.sharding import RANKS_ATTRIBUTE, M, Message
 from rally.train.value_model import HEAD
 from rally.types import RallyError
@@ -93,6 +100,7 @@ class ProcessGroup:
         store: Store | None = None,
     ) -> None:
         self.rank, self.world_size, self.device = rank, world_size, device
+        self._local_rank = rendezvous.local_rank
         interface = interface_of(rendezvous.address)
         if device == "cuda":
             torch.cuda.set_device(rendezvous.local_rank)
@@ -164,15 +172,20 @@ class ProcessGroup:
         dist.all_gather(gathered, padded, group=self._numbers)
         return [one[: int(size)] for one, size in zip(gathered, sizes, strict=True)]
 
-    def shard(self, model: PreTrainedModel, *, ranks: Any, reshard: bool) -> None:
+    def shard(self, model: PreTrainedModel, *, ranks: Any, reshard: bool, offload: bool = False) -> None:
         """Shard layer by layer, so that no device holds more than one layer whole. Gradients are summed over the ranks
-        in float32, not averaged: the weight of each token was fixed before rows were divided among ranks."""
+        in float32, not averaged: the weight of each token was fixed before rows were divided among ranks. `offload`:
+        shards and their gradients stay in main memory."""
         attention.install(model)
         options: dict[str, Any] = {
             "mesh": self._mesh,
             "reshard_after_forward": reshard,
             "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32),
         }
+        if offload:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=self.device == "cuda")
+            computes = torch.device("cuda", self._local_rank) if self.device == "cuda" else torch.device("cpu")
+            setattr(model, DEVICE_ATTRIBUTE, computes)
         for module in [*_separate_modules(model), *_layers(model)]:
             fully_shard(module, **options)
         fully_shard(model, **options)

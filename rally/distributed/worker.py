@@ -72,8 +72,8 @@ class Worker:
     def start(self, plan: Message) -> None:
         """The worker is running: it has received this plan."""
 
-    def shard(self, model: PreTrainedModel) -> None:
-        self._group.shard(model, ranks=self, reshard=self._reshard)
+    def shard(self, model: PreTrainedModel, *, offload: bool = False) -> None:
+        self._group.shard(model, ranks=self, reshard=self._reshard, offload=offload)
 
     def watch(self) -> AbstractAsyncContextManager[None]:
         return nullcontext()
@@ -107,7 +107,9 @@ class Executor:
     teachers: Teachers | None = None
 
     def execute(self, message: Message) -> None:
-        learner = self.policy if self.critic is None or not isinstance(message, CRITIC_MESSAGES) else self.critic.learner
+        learner = (
+            self.policy if self.critic is None or not isinstance(message, CRITIC_MESSAGES) else self.critic.learner
+        )
         with self.policy.ranks.broadcast(message), on_device(learner.model), self._frozen(message):
             match message:
                 case ComputeValues() | UpdateCritic() | GatherCritic():
@@ -181,6 +183,8 @@ def executor_of(plan: RunPlan, group: ProcessGroup) -> Executor:
     reference = build.reference_of(config, policy.model)
     critic = critic_of(config, checkpoint, plan.steps, ranks)
     teachers = build.teachers_of(config, policy.model)
+    for learner in [policy, *([] if critic is None else [critic.learner])]:
+        learner.rest()
     return Executor(policy, build.update_settings_of(config), reference, critic, teachers)
 
 

@@ -44,8 +44,9 @@ class Ranks(Protocol):
         """Start all ranks; each builds what the plan describes."""
         ...
 
-    def shard(self, model: PreTrainedModel) -> None:
-        """Shard a module that every rank has loaded, and attach these ranks to it."""
+    def shard(self, model: PreTrainedModel, *, offload: bool = False) -> None:
+        """Shard a module that every rank has loaded, and attach these ranks to it. `offload`: the shards stay in main
+        memory."""
         ...
 
     def watch(self) -> AbstractAsyncContextManager[None]:
@@ -78,7 +79,7 @@ class Alone:
     def start(self, plan: Message) -> None:
         """There are no other ranks to start."""
 
-    def shard(self, model: PreTrainedModel) -> None:
+    def shard(self, model: PreTrainedModel, *, offload: bool = False) -> None:
         """The module stays whole on its device."""
 
     def watch(self) -> AbstractAsyncContextManager[None]:
@@ -147,7 +148,9 @@ def total_norm(gradients: Mapping[str, tuple[Tensor, Tensor]], ranks: Ranks) -> 
     """The norm of all gradients over all ranks. Each comes with its parameter, which knows how it is sharded. Gradients
     in main memory cannot be reduced over GPUs, so their norms go over the ranks as numbers."""
     first = next((parameter for _, parameter in gradients.values() if isinstance(parameter, DTensor)), None)
-    if first is None or all(gradient.device.type == first.device_mesh.device_type for gradient, _ in gradients.values()):
+    if first is None or all(
+        gradient.device.type == first.device_mesh.device_type for gradient, _ in gradients.values()
+    ):
         total = get_total_norm([_as_sharded(gradient, like) for gradient, like in gradients.values()])
         return total.full_tensor() if isinstance(total, DTensor) else total
     counted = [gradient for gradient, like in gradients.values() if shard_place(like).replica == 0]

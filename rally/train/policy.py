@@ -247,9 +247,7 @@ class Policy:
 
     def _loaded(self, name: str, value: Any, parameter: Tensor, master: Tensor) -> Tensor:
         if len(value.shape) and tuple(value.shape) != tuple(parameter.shape):
-            raise ValueError(
-                f"{name} has the shape {tuple(parameter.shape)}, its optimizer state {tuple(value.shape)}"
-            )
+            raise ValueError(f"{name} has the shape {tuple(parameter.shape)}, its optimizer state {tuple(value.shape)}")
         own = value[shard_place(parameter).slices] if len(value.shape) else value
         if self.host_states is not None:
             return self.host_states.home_of(own.clone())

@@ -107,9 +107,8 @@ class Executor:
     teachers: Teachers | None = None
 
     def execute(self, message: Message) -> None:
-        learner = (
-            self.policy if self.critic is None or not isinstance(message, CRITIC_MESSAGES) else self.critic.learner
-        )
+        critic = self.critic if isinstance(message, CRITIC_MESSAGES) else None
+        learner = self.policy if critic is None else critic.learner
         with self.policy.ranks.broadcast(message), on_device(learner.model), self._frozen(message):
             match message:
                 case ComputeValues() | UpdateCritic() | GatherCritic():

@@ -148,9 +148,8 @@ def total_norm(gradients: Mapping[str, tuple[Tensor, Tensor]], ranks: Ranks) -> 
     """The norm of all gradients over all ranks. Each comes with its parameter, which knows how it is sharded. Gradients
     in main memory cannot be reduced over GPUs, so their norms go over the ranks as numbers."""
     first = next((parameter for _, parameter in gradients.values() if isinstance(parameter, DTensor)), None)
-    if first is None or all(
-        gradient.device.type == first.device_mesh.device_type for gradient, _ in gradients.values()
-    ):
+    kinds = {gradient.device.type for gradient, _ in gradients.values()}
+    if first is None or kinds == {first.device_mesh.device_type}:
         total = get_total_norm([_as_sharded(gradient, like) for gradient, like in gradients.values()])
         return total.full_tensor() if isinstance(total, DTensor) else total
     counted = [gradient for gradient, like in gradients.values() if shard_place(like).replica == 0]

@@ -237,7 +237,7 @@ class Policy:
         [group] = saved["param_groups"]
         if len(group["params"]) != len(names):
             raise ValueError(f"it holds the optimizer of {len(group['params'])} parameters instead of {len(names)}")
-        states = {}
+        states: dict[Tensor, dict[str, Tensor]] = {}
         for number, one in saved["state"].items():
             name = names[number]
             parameter, master = self._trained[name], self.masters[name]
@@ -248,7 +248,7 @@ class Policy:
     def _loaded(self, name: str, value: Any, parameter: Tensor, master: Tensor) -> Tensor:
         if len(value.shape) and tuple(value.shape) != tuple(parameter.shape):
             raise ValueError(f"{name} has the shape {tuple(parameter.shape)}, its optimizer state {tuple(value.shape)}")
-        own = value[shard_place(parameter).slices] if len(value.shape) else value
+        own: Tensor = value[shard_place(parameter).slices] if len(value.shape) else value
         if self.host_states is not None:
             return self.host_states.home_of(own.clone())
         return own.to(master.device, copy=True)  # what is on disk may be memory-mapped

@@ -17,6 +17,7 @@ import os
 import secrets
 import socket
 import struct
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -49,6 +50,8 @@ FOREVER = timedelta(days=3650)  # between two messages there may be a rollout of
 SUMMON_METHOD = "rally_summon"
 SECRET_VARIABLE = "RALLY_RANKS_SECRET"
 LOOPBACK = "127.0.0.1"
+NO_TEXT = "\0"  # a store keeps no empty values
+REPORT_SECONDS = 0.05
 SIOCGIFADDR = 0x8915
 T = TypeVar("T")
 
@@ -107,10 +110,11 @@ class ProcessGroup:
             if interface is not None:  # NCCL reads it and opens ports at the first collective
                 os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
         timeout = timedelta(seconds=seconds)
+        self._store = rendezvous.store(world_size) if store is None else store
         with _gloo_on(interface):
             dist.init_process_group(
                 "nccl" if device == "cuda" else "gloo",
-                store=rendezvous.store(world_size) if store is None else store,
+                store=self._store,
                 rank=rank,
                 world_size=world_size,
                 timeout=timeout,
@@ -203,6 +207,18 @@ class ProcessGroup:
             return work(model, *args)
         result: T = getattr(model, SUMMON_METHOD)(work, *args)
         return result
+
+    def report(self, ticket: str, text: str) -> None:
+        """Leave a text for rank 0 in the store, from any thread: no collective, so training goes on."""
+        self._store.set(f"{ticket}/{self.rank}", text or NO_TEXT)
+
+    def reports(self, ticket: str, check: Callable[[], None] = lambda: None) -> list[str]:
+        """The texts of all other ranks. `check` is called while some are missing, and may raise."""
+        keys = [f"{ticket}/{rank}" for rank in range(1, self.world_size)]
+        while not self._store.check(keys):
+            check()
+            time.sleep(REPORT_SECONDS)
+        return [self._store.get(key).decode().removesuffix(NO_TEXT) for key in keys]
 
     def reshard(self) -> None:
         """Free the gathered weights that a forward pass left behind. Otherwise ranks could differ in which layers they

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -28,9 +28,10 @@ from rally.runs.build.models import RunPlan
 from rally.runs.build.policy_and_critic import critic_of, policy_of
 from rally.runs.sft import sft_policy_of, sft_settings_of
 from rally.sft.training import SftSettings, sft_loss, sft_step
-from rally.train.checkpoint.snapshot import copied, copied_weights
-from rally.train.checkpoint.store import Checkpoint, open_checkpoint
-from rally.train.critic import Critic
+from rally.train.checkpoint.snapshot import Part, copied_weights
+from rally.train.checkpoint.state_shards import shard_part, write_shards
+from rally.train.checkpoint.store import STATE, Checkpoint, open_checkpoint
+from rally.train.critic import FOLDER, OPTIMIZER, Critic
 from rally.train.policy import Policy
 from rally.train.rank_messages import (
     CompareForwards,
@@ -92,6 +93,12 @@ class Worker:
     def all_gather(self, numbers_X: Tensor) -> list[Tensor]:
         return self._group.all_gather(numbers_X)
 
+    def report(self, ticket: str, text: str) -> None:
+        self._group.report(ticket, text)
+
+    def reports(self, ticket: str) -> list[str]:
+        return self._group.reports(ticket)
+
 
 CRITIC_MESSAGES = (ComputeValues, UpdateCritic, GatherCritic)
 
@@ -105,6 +112,7 @@ class Executor:
     reference: Reference | None = None
     critic: Critic | None = None
     teachers: Teachers | None = None
+    copied_critic: list[Part] = field(default_factory=list)  # the critic's shards, until a message says where to write
 
     def execute(self, message: Message) -> None:
         critic = self.critic if isinstance(message, CRITIC_MESSAGES) else None
@@ -113,7 +121,7 @@ class Executor:
             match message:
                 case ComputeValues() | UpdateCritic() | GatherCritic():
                     assert self.critic is not None
-                    _execute_critic(self.critic, message)
+                    self._execute_critic(self.critic, message)
                 case _:
                     self._execute_policy(message)
         if self.policy.device.type == "cuda":
@@ -149,22 +157,24 @@ class Executor:
                 logits_of(policy.model, ids)
             case GatherWeights(), _:
                 model_state(policy.model)
-            case GatherState(merged), _:
-                copied_weights(policy.model, merged=merged)
-                copied(policy.state())
+            case GatherState() as save, _:
+                copied_weights(policy.model, merged=save.merged)
+                parts = [shard_part(STATE, policy), *self.copied_critic]
+                self.copied_critic.clear()
+                write_shards(save, parts, policy.ranks)
             case _:
                 raise AssertionError(f"this run does not handle {type(message).__name__}")
 
-
-def _execute_critic(critic: Critic, message: ComputeValues | UpdateCritic | GatherCritic) -> None:
-    match message:
-        case ComputeValues():
-            critic.values([])
-        case UpdateCritic(batch, step, seed):
-            torch.manual_seed(seed)
-            critic.update(batch, step=step)
-        case GatherCritic():
-            critic.part()
+    def _execute_critic(self, critic: Critic, message: ComputeValues | UpdateCritic | GatherCritic) -> None:
+        match message:
+            case ComputeValues():
+                critic.values([])
+            case UpdateCritic(batch, step, seed):
+                torch.manual_seed(seed)
+                critic.update(batch, step=step)
+            case GatherCritic():
+                model_state(critic.learner.model)
+                self.copied_critic[:] = [shard_part(f"{FOLDER}/{OPTIMIZER}", critic.learner)]
 
 
 def executor_of(plan: RunPlan, group: ProcessGroup) -> Executor:

@@ -70,6 +70,14 @@ class Ranks(Protocol):
         """The numbers of every rank, on the CPU in float64. Ranks may differ in how many they have."""
         ...
 
+    def report(self, ticket: str, text: str) -> None:
+        """Tell rank 0 something, from another rank and any thread."""
+        ...
+
+    def reports(self, ticket: str) -> list[str]:
+        """What the other ranks report under a ticket, in their order. Rank 0 waits for all of them, in any thread."""
+        ...
+
 
 class Alone:
     """A single process that holds everything."""
@@ -96,6 +104,12 @@ class Alone:
 
     def all_gather(self, numbers_X: Tensor) -> list[Tensor]:
         return [numbers_X.detach().double().cpu()]
+
+    def report(self, ticket: str, text: str) -> None:
+        raise AssertionError("a single process has nobody to report to")
+
+    def reports(self, ticket: str) -> list[str]:
+        return []
 
 
 ALONE = Alone()

@@ -23,7 +23,8 @@ from rally.algos.losses import Aggregation, token_weights
 from rally.models.residence import on_device
 from rally.models.sharding import Ranks
 from rally.train.batch import TrainBatch, batch_of, rows_of, scored_of
-from rally.train.checkpoint.snapshot import Part, state_part
+from rally.train.checkpoint.snapshot import Part
+from rally.train.checkpoint.state_shards import state_parts
 from rally.train.checkpoint.store import read_state
 from rally.train.divergence import Tried
 from rally.train.loss_inputs import over_rows
@@ -181,14 +182,14 @@ class Critic:
 
     def part(self) -> Part:
         """The critic's part of a checkpoint, in one folder. The state is copied now and written when the part is
-        called."""
-        with self.learner.ranks.broadcast(GatherCritic()):
+        called; other ranks write theirs with the policy's."""
+        with self.learner.ranks.broadcast(GatherCritic()), on_device(self.learner.model):
             model = value_model_part(self.learner.model)
-            state = state_part(OPTIMIZER, self.learner.state())
+            states = state_parts(OPTIMIZER, self.learner)
 
         def write(checkpoint: Path) -> None:
-            model(checkpoint / FOLDER)
-            state(checkpoint / FOLDER)
+            for part in (model, *states):
+                part(checkpoint / FOLDER)
 
         return write
 

@@ -3,8 +3,10 @@
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -16,7 +18,7 @@ import torch.distributed as dist
 from pair import Case, First, critic_for, policy_for, settings
 from safetensors.torch import load_file
 from torch import Tensor
-from train_cases import Paper, run_config, uneven_episodes
+from train_cases import run_config, uneven_episodes
 
 from rally.algos.credit_assignment import CreditSettings
 from rally.chat import tiny_tokenizer
@@ -29,12 +31,12 @@ from rally.models.sharding import ALONE, Ranks
 from rally.runs.build.models import RunPlan
 from rally.runs.build.policy_and_critic import policy_of
 from rally.train.batch import build_batch
-from rally.train.checkpoint.store import CheckpointError, CheckpointStore, damage, open_checkpoint
-from rally.train.critic import Critic
+from rally.train.checkpoint import state_shards
+from rally.train.checkpoint.store import Checkpoint, CheckpointError, CheckpointStore, damage, open_checkpoint
 from rally.train.offload import OffloadSettings
 from rally.train.policy import Policy
-from rally.train.rank_messages import Shutdown
 from rally.train.update import update_policy
+from rally.util.atomic_files import sync
 
 SECONDS = 200.0
 FORK = multiprocessing.get_context("fork")
@@ -95,7 +97,8 @@ def together(work: Any, count: int, *args: Any) -> None:
     for process in processes:
         process.start()
     for process in processes:
-        process.join(SECONDS)
+        process.join(60)
+        process.kill()
     assert [process.exitcode for process in processes] == [0] * count
 
 
@@ -157,12 +160,12 @@ def test_each_rank_writes_its_own_shards_once(written: tuple[Path, dict[str, Exe
 def test_a_missing_or_incomplete_shard_is_named(written: tuple[Path, dict[str, Executor]], tmp_path: Path) -> None:
     folder, _ = written
     checkpoint = tmp_path / "global_step_3"
-    os.system(f"cp -r {folder / 'whole' / 'global_step_3'} {checkpoint}")
+    shutil.copytree(folder / "whole" / "global_step_3", checkpoint)
     shard = checkpoint / "trainer_shards" / "rank_1_of_2.safetensors"
     with pytest.raises(CheckpointError, match=r"rank_1_of_2.safetensors is missing"):
         shard.rename(tmp_path / "elsewhere")
         open_checkpoint(checkpoint)
-    found = open_checkpoint.__globals__["Checkpoint"](checkpoint, 3)
+    found = Checkpoint(checkpoint, 3)
     with pytest.raises(CheckpointError, match="lacks the file of rank 1 of 2"):
         found.state()
     (tmp_path / "elsewhere").rename(shard)
@@ -171,6 +174,9 @@ def test_a_missing_or_incomplete_shard_is_named(written: tuple[Path, dict[str, E
     policy = policy_for(CASES["whole"], ALONE)
     with found.restoring("trainer.pt"), pytest.raises(ValueError, match="are in no shard"):
         policy.load_state(found.state())
+
+
+LARGE = 20_000  # bytes, less than the shards of a rank, more than the store through which ranks report
 
 
 def full_disk(rank: int, count: int, place: Path, folder: Path) -> None:
@@ -188,7 +194,7 @@ def full_disk(rank: int, count: int, place: Path, folder: Path) -> None:
         assert damage(folder / "global_step_2") is None
     else:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (LARGE, resource.RLIM_INFINITY))
         parts.execute(group.receive())
         message = group.receive()  # the first one has been reported by then
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
@@ -197,7 +203,9 @@ def full_disk(rank: int, count: int, place: Path, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.drill("reliability", "The disk of another rank is full", "The run stops with a sentence that names the rank")
+@pytest.mark.drill(
+    "reliability", "The disk of another rank is full", "The run stops with a sentence that names the rank"
+)
 def test_a_full_disk_of_another_rank_is_named(tmp_path: Path) -> None:
     together(full_disk, 2, tmp_path / "rendezvous", tmp_path / "checkpoints")
 
@@ -221,24 +229,21 @@ class ForkedWorker:
         self.process.kill()
 
 
-class StuckStore(CheckpointStore):
-    """Rank 1 hangs in writing its file, which is a pipe that nobody reads."""
-
-    def _clear_work(self, step: int) -> None:
-        super()._clear_work(step)
-        if step > 1:
-            shards = self._work(step) / "trainer_shards"
-            shards.mkdir()
-            os.mkfifo(shards / "rank_1_of_2.safetensors")
-
-
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 is forked. It never finishes the second checkpoint."""
+
     def launch(self: Controller, rank: int) -> ForkedWorker:
         args = (rank, self.world_size, self._rendezvous(rank), "cpu", SECONDS)
         return ForkedWorker(FORK.Process(target=worker_module.main, args=args))
 
+    def stuck(path: Path) -> None:
+        sync(path)
+        if path.name == "rank_1_of_2.safetensors" and "global_step_2" in str(path):
+            time.sleep(SECONDS)
+
     monkeypatch.setattr(Controller, "_launch", launch)
+    monkeypatch.setattr(state_shards, "sync", stuck)  # for the forked rank
 
 
 @contextmanager
@@ -254,7 +259,7 @@ def controller_of(tmp_path: Path) -> Iterator[Controller]:
 def test_a_rank_killed_while_it_writes_leaves_the_older_checkpoint(home: Path, tmp_path: Path) -> None:
     config: Config = run_config(home, tmp_path / "run", "trainer.n_gpus_per_node=2", "trainer.device=cpu")
     warnings: list[str] = []
-    store = StuckStore(tmp_path / "checkpoints", background=True, warn=warnings.append)
+    store = CheckpointStore(tmp_path / "checkpoints", background=True, warn=warnings.append)
     with suppress(LostRank), controller_of(tmp_path) as controller:
         controller.start(RunPlan(config, None, 2))
         policy = policy_of(config, None, 2, controller)

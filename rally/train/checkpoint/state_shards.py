@@ -9,7 +9,9 @@ shape of each parameter and where the shard begins in it. Nothing in these files
 from __future__ import annotations
 
 import json
+import os
 import re
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -164,7 +166,11 @@ def write_shards(save: GatherState, parts: Sequence[Part], ranks: Ranks) -> None
                 part(save.folder)
         except Exception as error:  # noqa: BLE001 - rank 0 waits for a report, and raises what went wrong
             problem = reason(error)
-        ranks.report(save.ticket, problem)
+        try:
+            ranks.report(save.ticket, problem)
+        except Exception:  # noqa: BLE001 - rank 0 would wait forever; it notices the end of this process
+            traceback.print_exc()
+            os._exit(1)
 
     if save.background:
         started(write, "rally-shards")

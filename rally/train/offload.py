@@ -135,7 +135,7 @@ class ActivationOffload:
             return value
         self.offloaded += value.nbytes
         if not value.is_cuda:
-            return _Offloaded(value.detach().clone(), value.device)
+            return _Offloaded(host_copy(value.detach()), value.device)
         if self._stream is None:
             self._stream = torch.cuda.Stream(value.device)
         self._stream.wait_stream(torch.cuda.current_stream(value.device))
@@ -150,4 +150,4 @@ class ActivationOffload:
         self.returned += packed.value.nbytes
         if self._stream is not None:
             torch.cuda.current_stream(packed.device).wait_stream(self._stream)
-        return packed.value.to(packed.device, non_blocking=True)
+        return packed.value.to(packed.device, non_blocking=True, copy=True)

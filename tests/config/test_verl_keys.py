@@ -119,9 +119,8 @@ def test_supervised_runs_offload_too() -> None:
 
 def test_all_keys_without_effect_are_in_one_note_by_reason() -> None:
     _, note = load(f"{M}.use_shm=True", *(hint for hint in HINTS if "ulysses" in hint), f"{A}.optim.lr=0.1")
-    assert note.splitlines()[1].startswith(
-        f"  {A}.ulysses_sequence_parallel_size=4, {A}.fsdp_config.ulysses_sequence_parallel_size=2:"
-    )
+    both = f"  {A}.ulysses_sequence_parallel_size=4, {A}.fsdp_config.ulysses_sequence_parallel_size=2:"
+    assert any(line.startswith(both) for line in note.splitlines())
     assert len(note.splitlines()) == 3
 
 

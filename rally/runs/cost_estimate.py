@@ -244,11 +244,13 @@ def activation_bytes(config: Config, model_config: PreTrainedConfig, width: int)
     layer = tokens * inside * width
     seen = _images(config, model_config, tokens * config.prompt_length // history, width)
     logits = 2 * 4 * min(MAX_LOGITS["cuda" if width < 4 else "cpu"], tokens * text.vocab_size)
-    inputs = tokens * text.hidden_size * width
+    inputs, offload = tokens * text.hidden_size * width, config.model.enable_activation_offload
     if not config.model.enable_gradient_checkpointing:
-        kept = (2 if config.model.enable_activation_offload else layers) * layer + logits
-    else:  # the head's backward pass is over by the time a layer is computed again
-        kept = (2 if config.model.enable_activation_offload else layers) * inputs + max(layer, logits)
+        kept = (2 if offload else layers) * layer + logits
+    elif not offload:  # the head's backward pass is over by the time a layer is computed again
+        kept = layers * inputs + max(layer, logits)
+    else:  # the gradients of both halves of the MLP, which the freed inputs of other layers cover otherwise
+        kept = 2 * inputs + max(layer + 2 * tokens * mlp_size(text) * width, logits)
     return int(max(kept + seen.kept, seen.passing))
 
 

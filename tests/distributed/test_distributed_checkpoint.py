@@ -40,6 +40,9 @@ from rally.util.atomic_files import sync
 
 SECONDS = 200.0
 FORK = multiprocessing.get_context("fork")
+CLEAN = multiprocessing.get_context("forkserver")
+"""DTensor remembers the coordinate of a process in its mesh, so a process that was a rank before cannot be forked."""
+CLEAN.set_forkserver_preload(["pair"])
 HALF = torch.bfloat16
 CASES = {
     "whole": Case(settings(), dtype=HALF),
@@ -93,7 +96,7 @@ def copy_again(rank: int, count: int, place: Path, folder: Path, step: int) -> N
 
 
 def together(work: Any, count: int, *args: Any) -> None:
-    processes = [FORK.Process(target=work, args=(rank, count, *args)) for rank in range(count)]
+    processes = [CLEAN.Process(target=work, args=(rank, count, *args)) for rank in range(count)]
     for process in processes:
         process.start()
     for process in processes:

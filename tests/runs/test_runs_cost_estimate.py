@@ -189,8 +189,7 @@ def counted_peak(config: Config, tokens: int, monkeypatch: pytest.MonkeyPatch) -
         live.peak = live.now
         for step in range(2):
             update_policy(policy, batch, UpdateSettings(mini_batch_groups=tokens // 256), step=step)
-        peak = live.peak
-    return peak
+        return live.peak
 
 
 @pytest.mark.parametrize(

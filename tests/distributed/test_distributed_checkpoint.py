@@ -42,7 +42,7 @@ SECONDS = 200.0
 FORK = multiprocessing.get_context("fork")
 CLEAN = multiprocessing.get_context("forkserver")
 """DTensor remembers the coordinate of a process in its mesh, so a process that was a rank before cannot be forked."""
-CLEAN.set_forkserver_preload(["pair"])
+CLEAN.set_forkserver_preload(["rally.distributed.worker", "transformers.models.qwen2.modeling_qwen2", "peft"])
 HALF = torch.bfloat16
 CASES = {
     "whole": Case(settings(), dtype=HALF),

@@ -169,7 +169,7 @@ def _gathered_bytes(config: Config, model_config: PreTrainedConfig, size: Parame
     ends = text.vocab_size * text.hidden_size * (1 if text.tie_word_embeddings else 2)
     layer = max(0, size.parameters - ends) // text.num_hidden_layers
     gradients = 4 * layer if size.trained == size.parameters else 0
-    return (ends + 2 * layer) * width + gradients
+    return int((ends + 2 * layer) * width + gradients)
 
 
 MARGIN = 1.1

@@ -164,6 +164,8 @@ def result_of(case: Case, ranks: Ranks = ALONE) -> Result:
         batch = teachers.assigned(batch, episodes) if teachers else batch
         with awake(asked), nullcontext() if teachers is None else teachers.resting():
             metrics.append(update_policy(policy, batch, case.settings, step=seed, reference=asked, teachers=teachers))
+    if policy.residence is not None:
+        assert policy.residence.resting and policy.residence.moves == 2 * STEPS + 1
     with awake(reference):
         reference_M = reference_logprobs(policy, reference, rows_of(uneven_episodes()), case.settings)
     return Result(full_weights(policy.model), metrics, reference_M, copied(policy.state()))
@@ -221,3 +223,4 @@ if __name__ == "__main__":
         follow(case, group)
     for dtype in DTYPES:
         follow_critic(dtype, group)
+    group.leave()

@@ -218,7 +218,7 @@ def test_what_needs_several_devices_is_one_sentence(word: str) -> None:
     assert sentence.startswith(word.partition("=")[0]) and MULTI_DEVICE[word] in sentence
 
 
-@pytest.mark.parametrize("word", [f"{A}.ulysses_sequence_parallel_size=4", f"{A}.fsdp_config.param_offload=true"])
+@pytest.mark.parametrize("word", [f"{A}.ulysses_sequence_parallel_size=4"])
 def test_hints_for_memory_are_accepted_with_a_note(word: str) -> None:
     notes: list[str] = []
     load_config(overrides=[word], note=notes.append)

@@ -63,11 +63,15 @@ class FsdpConfig(Section):
 
     wrap_policy: WrapPolicy = WrapPolicy()
     param_offload: bool = False
-    """For the reference model: keep its weights in main memory, and move them to the device only for its forward
-    passes."""
+    """Keep the weights in main memory while nothing uses them: those of the policy and the critic outside of their
+    updates, those of the reference outside of its forward passes. The policy's stay on the device with the embedded
+    engine, which samples from them."""
     optimizer_offload: bool = False
-    """Keep optimizer state and float32 weights in main memory, and move them to the device only for the update."""
+    """Keep optimizer states and float32 weights in main memory. The optimizer step moves them through the device bucket
+    by bucket, so the device never holds all of them."""
     offload_policy: bool = False
+    """On several GPUs: FSDP2's CPUOffloadPolicy. Weights, gradients and optimizer states are in main memory, a layer's
+    weights are copied to the device while it is computed, and the optimizer steps on the CPU. No effect on one GPU."""
     reshard_after_forward: bool = True
     """On several GPUs: free a layer's gathered weights after the forward pass and gather them again for the backward
     pass. No effect on one GPU."""

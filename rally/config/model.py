@@ -76,6 +76,8 @@ class ModelConfig(LoraKeys):
     hf_config_path: PathText | None = None
     external_lib: str | None = None
     enable_activation_offload: bool = False
+    """Keep what the backward pass needs in main memory: with gradient checkpointing the inputs of the layers, else all
+    large activations. Less memory on the device, more time."""
     use_liger: bool = False
     use_fused_kernels: bool = False
     """Accepted and has no effect: output head, log-probability and entropy are always computed together."""

@@ -38,7 +38,13 @@ SFT_SPELLINGS = (MODEL, MESSAGES, TOOLS, THINKING)
 
 class SftFsdp(FsdpConfig):
     cpu_offload: bool = False
+    """With offload_params=true, the same as offload_policy."""
     offload_params: bool = False
+    """With cpu_offload=true, the same as offload_policy; no effect without it."""
+
+    @property
+    def uses_offload_policy(self) -> bool:
+        return self.offload_policy or (self.cpu_offload and self.offload_params)
 
 
 class Multiturn(Section):
@@ -133,6 +139,9 @@ class SftModel(LoraKeys):
     setting."""
     enable_gradient_checkpointing: bool = True
     """Recompute activations in the backward pass instead of keeping them: less memory, more time."""
+    enable_activation_offload: bool = False
+    """Keep what the backward pass needs in main memory: with gradient checkpointing the inputs of the layers, else all
+    large activations. Less memory on the device, more time."""
     trust_remote_code: bool = False
     """Allow Python code in the folder of the model or tokenizer to run."""
     override_config: dict[str, Any] = Field(default_factory=dict)

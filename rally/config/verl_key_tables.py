@@ -34,7 +34,12 @@ def _pattern(patterns: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(f"(?P<hint{n}>{glob(text)}|{glob(text + '.*')})" for n, text in enumerate(patterns)))
 
 
-STAYS = "weights stay on the device, which needs more memory and gives the same result"
+UNSHARDED_OFFLOAD = (
+    "one device holds the whole model, so nothing is gathered layer by layer; param_offload and optimizer_offload keep "
+    "its weights and optimizer in main memory between uses"
+)
+SAMPLED = "the embedded engine samples from the trainer's weights, so they stay on the device"
+ALWAYS_USED = "supervised steps follow each other, so weights are always in use"
 WHOLE = "a sequence is never split over GPUs, which needs more memory and gives the same result"
 CHUNKS = "logits are always computed in chunks, and again in the backward pass"
 PROFILER = "there is no profiler; timing_s/* reports the time of each part of a step"
@@ -48,7 +53,7 @@ FLOAT32 = (
 )
 REFERENCE_DTYPE = f"the reference has the dtype of {M}.dtype; the difference is one of rounding"
 MIXED = f"{M}.dtype sets the dtype of forward passes, and gradients are always summed in float32"
-ACTIVATIONS = "activations stay on the device or are computed again, which needs more memory and gives the same result"
+ACTIVATIONS = "enable_activation_offload moves all large activations to main memory"
 PLACEMENT = "the place of the engine does not change a result"
 ENGINES = "the engines of Rally do not need it"
 MESSAGES = "loops render prompts from messages"
@@ -66,7 +71,6 @@ JUDGE_HINTS = (
 LORA = "merging adapters is a matter of how weights reach the engine"
 
 FSDP: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
-    ("offload_policy", STAYS, ()),
     ("ulysses_sequence_parallel_size", WHOLE, ()),
     ("entropy_from_logits_with_chunking", CHUNKS, ()),
     ("entropy_checkpointing", CHUNKS, ()),
@@ -80,9 +84,6 @@ FSDP: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("entropy_from_logits_chunk_size", CHUNKS, ()),
     ("pad_to_length*", "sequences are packed, so there is never any padding", ()),
     ("turbo_config", KERNELS, ()),
-    ("param_offload", STAYS, ()),
-    ("cpu_offload", STAYS, ()),
-    ("offload_params", STAYS, ()),
     ("activation_gpu_memory*", ACTIVATIONS, ()),
     ("use_no_sync_for_gradient_accumulation", "it concerns communication only", ()),
 )
@@ -103,7 +104,11 @@ HINTS: tuple[Hint, ...] = (
     *(
         Hint(f"{REFERENCE}.{name}", REFERENCE_DTYPE if name == "model_dtype" else why, values)
         for name, why, values in FSDP
-        if name != "param_offload"
+    ),
+    *(
+        Hint(f"{section}.{name}", "offload_policy, param_offload and optimizer_offload set what is offloaded")
+        for section in (*TRAINED, REFERENCE)
+        for name in ("cpu_offload", "offload_params")
     ),
     Hint(f"{REFERENCE}.optimizer_offload", "the reference has no optimizer"),
     Hint(f"{REFERENCE}.forward_only", "the reference is never trained"),
@@ -139,7 +144,6 @@ HINTS: tuple[Hint, ...] = (
     Hint("*.rollout_n", f"{R}.n sets it", (None,)),
     *(Hint(f"{model}.{name}", KERNELS) for model in (M, "critic.model") for name in ("use_liger", "tiled_mlp.*")),
     *(Hint(f"{model}.fused_kernel_options.*", KERNELS) for model in (M, "critic.model")),
-    *(Hint(f"{model}.enable_activation_offload", ACTIVATIONS) for model in (M, "critic.model")),
     *(Hint(f"{model}.use_shm", OWN_FOLDER) for model in (M, "critic.model", "data")),
     Hint(f"{M}.lora.merge", LORA),
     Hint("data.trust_remote_code", f"{M}.trust_remote_code also controls the tokenizer"),
@@ -213,12 +217,12 @@ HINTS: tuple[Hint, ...] = (
 )
 SFT_HINTS: tuple[Hint, ...] = (
     *(Hint(f"model.fsdp_config.{name}", why, values) for name, why, values in FSDP),
+    Hint("model.fsdp_config.param_offload", ALWAYS_USED),
     Hint("ulysses_sequence_parallel_size", WHOLE),
     Hint("model.use_liger", KERNELS),
     Hint("model.use_fused_kernels", KERNELS),
     Hint("model.fused_kernel_options.*", KERNELS),
     Hint("model.tiled_mlp.*", KERNELS),
-    Hint("model.enable_activation_offload", ACTIVATIONS),
     Hint("model.use_shm", OWN_FOLDER),
     Hint("data.use_shm", OWN_FOLDER),
     Hint("data.balance_dp_token", "micro-batches are always split by tokens"),

@@ -29,9 +29,11 @@ from rally.config.verl_key_tables import (
     PLACEMENT,
     REF,
     REFUSED,
+    SAMPLED,
     SFT_HINTS,
     SFT_MOVES,
     SWITCHED_OFF,
+    UNSHARDED_OFFLOAD,
     A,
     M,
     R,
@@ -373,6 +375,20 @@ def _engine(work: _Work, choices: Mapping[str, str]) -> None:
             work.drop(f"{R}.engine_kwargs.{engine}", why)
 
 
+def _offloading(work: _Work, choices: Mapping[str, str]) -> None:
+    """Offloading that has no effect on one device, or with the engine of the run."""
+    count = at(work.tree, "trainer.n_gpus_per_node") or 1, at(work.tree, "trainer.nnodes") or 1
+    sections = ("model.fsdp_config",) if work.sft else (f"{A}.fsdp_config", f"{REF}.fsdp_config", "critic.fsdp_config")
+    if tuple(map(str, count)) != ("1", "1"):
+        return
+    for key in (f"{section}.{name}" for section in sections for name in ("offload_policy", "cpu_offload")):
+        if key in work.known and at(work.tree, key) is True:
+            work.drop(key, UNSHARDED_OFFLOAD)
+    embedded = not work.sft and at(work.tree, f"{R}.name", "embedded") == "embedded"
+    if embedded and at(work.tree, f"{A}.fsdp_config.param_offload") is True:
+        work.drop(f"{A}.fsdp_config.param_offload", SAMPLED)
+
+
 def _adapters(work: _Work, choices: Mapping[str, str]) -> None:
     for model in ("model",) if work.sft else (M, "critic.model"):
         if at(work.tree, f"{model}.lora_rank") == 0 and at(work.tree, f"{model}.lora_adapter_path") is None:
@@ -546,6 +562,17 @@ def _fits(work: _Work, key: str, value: Any) -> bool:
 
 STEPS: tuple[Callable[[_Work, Mapping[str, str]], None], ...] = (
     *(_defaults, _backend, _switches, _moved, _switches, _asynchronous, _estimator, _losses, _teachers, _reward_model),
-    *(_manager, _validation, _micro_batches, _nulls, _engine, _adapters, _checkpoints, _correction, _groups),
+    *(
+        _manager,
+        _validation,
+        _micro_batches,
+        _nulls,
+        _engine,
+        _offloading,
+        _adapters,
+        _checkpoints,
+        _correction,
+        _groups,
+    ),
     *(_frequencies, _switched_parts, _loggers, _ray, _hints),
 )

@@ -137,8 +137,8 @@ class Controller:
             )
             self._joined_group.send(plan)
 
-    def shard(self, model: PreTrainedModel) -> None:
-        self._group.shard(model, ranks=self, reshard=self.settings.reshard)
+    def shard(self, model: PreTrainedModel, *, offload: bool = False) -> None:
+        self._group.shard(model, ranks=self, reshard=self.settings.reshard, offload=offload)
 
     @asynccontextmanager
     async def watch(self) -> AsyncIterator[None]:
@@ -168,6 +168,18 @@ class Controller:
 
     def all_gather(self, numbers_X: Tensor) -> list[Tensor]:
         return self._group.all_gather(numbers_X)
+
+    def report(self, ticket: str, text: str) -> None:
+        raise AssertionError("rank 0 gets the reports of the others")
+
+    def reports(self, ticket: str) -> list[str]:
+        """Raises `LostRank` if a worker is lost, and if the run ends, before all have reported."""
+        return self._group.reports(ticket, self._raise_if_over)
+
+    def _raise_if_over(self) -> None:
+        self._raise_if_lost()
+        if self._stopping.is_set():
+            raise LostRank("the run ended before every rank had written its part of the checkpoint")
 
     def _leave(self, group: ProcessGroup) -> None:
         """All ranks leave together if the workers are waiting for a message. Otherwise a group of GPUs is left to the

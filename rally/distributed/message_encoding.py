@@ -77,8 +77,8 @@ def encode(message: Message) -> bytearray:
             arrays = rows_to_arrays(rows)
         case ComputeLogits(ids):
             header["ids"] = list(ids)
-        case GatherState(merged):
-            header["merged"] = merged
+        case GatherState(folder, ticket, merged, background):
+            header |= {"folder": str(folder), "ticket": ticket, "merged": merged, "background": background}
     text = json.dumps(header).encode()
     return bytearray().join((len(text).to_bytes(8, "big"), text, save(arrays)))
 
@@ -107,7 +107,9 @@ def decode(content: bytes | bytearray | memoryview) -> Message:
         return ComputePlain(rows_of_arrays(arrays), header["temperature"])
     if kind == "ComputeLogits":
         return ComputeLogits(header["ids"])
-    return GatherState(header["merged"]) if kind == "GatherState" else EMPTY[kind]()
+    if kind == "GatherState":
+        return GatherState(Path(header["folder"]), header["ticket"], header["merged"], header["background"])
+    return EMPTY[kind]()
 
 
 def rows_to_arrays(rows: Sequence[Row]) -> dict[str, Array]:

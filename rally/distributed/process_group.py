@@ -17,6 +17,7 @@ import os
 import secrets
 import socket
 import struct
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -29,11 +30,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from transformers import PreTrainedModel
 
 from rally.distributed.message_encoding import decode, encode
 from rally.models import attention
+from rally.models.residence import DEVICE_ATTRIBUTE
 from rally.models.sharding import RANKS_ATTRIBUTE, M, Message
 from rally.platforms import PLATFORMS
 from rally.train.value_model import HEAD
@@ -43,6 +51,8 @@ FOREVER = timedelta(days=3650)  # between two messages there may be a rollout of
 SUMMON_METHOD = "rally_summon"
 SECRET_VARIABLE = "RALLY_RANKS_SECRET"
 LOOPBACK = "127.0.0.1"
+NO_TEXT = "\0"  # a store keeps no empty values
+REPORT_SECONDS = 0.05
 SIOCGIFADDR = 0x8915
 T = TypeVar("T")
 
@@ -94,6 +104,7 @@ class ProcessGroup:
         store: Store | None = None,
     ) -> None:
         self.rank, self.world_size, self.device = rank, world_size, device
+        self._local_rank = rendezvous.local_rank
         interface = interface_of(rendezvous.address)
         platform = PLATFORMS.get(device)
         if platform is not None:
@@ -101,10 +112,11 @@ class ProcessGroup:
             if interface is not None:  # the backend reads it and opens ports at the first collective
                 os.environ.setdefault(platform.socket_interface, interface)
         timeout = timedelta(seconds=seconds)
+        self._store = rendezvous.store(world_size) if store is None else store
         with _gloo_on(interface):
             dist.init_process_group(
                 "gloo" if platform is None else platform.backend,
-                store=rendezvous.store(world_size) if store is None else store,
+                store=self._store,
                 rank=rank,
                 world_size=world_size,
                 timeout=timeout,
@@ -166,15 +178,20 @@ class ProcessGroup:
         dist.all_gather(gathered, padded, group=self._numbers)
         return [one[: int(size)] for one, size in zip(gathered, sizes, strict=True)]
 
-    def shard(self, model: PreTrainedModel, *, ranks: Any, reshard: bool) -> None:
+    def shard(self, model: PreTrainedModel, *, ranks: Any, reshard: bool, offload: bool = False) -> None:
         """Shard layer by layer, so that no device holds more than one layer whole. Gradients are summed over the ranks
-        in float32, not averaged: the weight of each token was fixed before rows were divided among ranks."""
+        in float32, not averaged: the weight of each token was fixed before rows were divided among ranks. `offload`:
+        shards and their gradients stay in main memory."""
         attention.install(model)
         options: dict[str, Any] = {
             "mesh": self._mesh,
             "reshard_after_forward": reshard,
             "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32),
         }
+        if offload:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=self.device in PLATFORMS)
+            computes = torch.device(self.device, self._local_rank) if self.device in PLATFORMS else torch.device("cpu")
+            setattr(model, DEVICE_ATTRIBUTE, computes)
         for module in [*_separate_modules(model), *_layers(model)]:
             fully_shard(module, **options)
         fully_shard(model, **options)
@@ -192,6 +209,18 @@ class ProcessGroup:
             return work(model, *args)
         result: T = getattr(model, SUMMON_METHOD)(work, *args)
         return result
+
+    def report(self, ticket: str, text: str) -> None:
+        """Leave a text for rank 0 in the store, from any thread: no collective, so training goes on."""
+        self._store.set(f"{ticket}/{self.rank}", text or NO_TEXT)
+
+    def reports(self, ticket: str, check: Callable[[], None] = lambda: None) -> list[str]:
+        """The texts of all other ranks. `check` is called while some are missing, and may raise."""
+        keys = [f"{ticket}/{rank}" for rank in range(1, self.world_size)]
+        while not self._store.check(keys):
+            check()
+            time.sleep(REPORT_SECONDS)
+        return [self._store.get(key).decode().removesuffix(NO_TEXT) for key in keys]
 
     def reshard(self) -> None:
         """Free the gathered weights that a forward pass left behind. Otherwise ranks could differ in which layers they

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from rally.config import SftConfig
 from rally.distributed.controller import ready_key
 from rally.distributed.process_group import SECRET_VARIABLE, ProcessGroup, Rendezvous
+from rally.models.residence import on_device
 from rally.models.sharding import M, Message, model_state
 from rally.platforms import empty_cache
 from rally.runs import build
@@ -28,9 +29,10 @@ from rally.runs.build.models import RunPlan
 from rally.runs.build.policy_and_critic import critic_of, policy_of
 from rally.runs.sft import sft_policy_of, sft_settings_of
 from rally.sft.training import SftSettings, sft_loss, sft_step
-from rally.train.checkpoint.snapshot import copied, copied_weights
-from rally.train.checkpoint.store import Checkpoint, open_checkpoint
-from rally.train.critic import Critic
+from rally.train.checkpoint.snapshot import Part, copied_weights
+from rally.train.checkpoint.state_shards import shard_part, write_shards
+from rally.train.checkpoint.store import STATE, Checkpoint, open_checkpoint
+from rally.train.critic import FOLDER, OPTIMIZER, Critic
 from rally.train.policy import Policy
 from rally.train.rank_messages import (
     CompareForwards,
@@ -47,7 +49,7 @@ from rally.train.rank_messages import (
     UpdateCritic,
     UpdatePolicy,
 )
-from rally.train.reference import Reference
+from rally.train.reference import Reference, awake
 from rally.train.startup_check import compare_forwards, detached_plain
 from rally.train.teacher import Teachers
 from rally.train.update import UpdateSettings, reference_logprobs, update_policy
@@ -72,8 +74,8 @@ class Worker:
     def start(self, plan: Message) -> None:
         """The worker is running: it has received this plan."""
 
-    def shard(self, model: PreTrainedModel) -> None:
-        self._group.shard(model, ranks=self, reshard=self._reshard)
+    def shard(self, model: PreTrainedModel, *, offload: bool = False) -> None:
+        self._group.shard(model, ranks=self, reshard=self._reshard, offload=offload)
 
     def watch(self) -> AbstractAsyncContextManager[None]:
         return nullcontext()
@@ -92,6 +94,15 @@ class Worker:
     def all_gather(self, numbers_X: Tensor) -> list[Tensor]:
         return self._group.all_gather(numbers_X)
 
+    def report(self, ticket: str, text: str) -> None:
+        self._group.report(ticket, text)
+
+    def reports(self, ticket: str) -> list[str]:
+        return self._group.reports(ticket)
+
+
+CRITIC_MESSAGES = (ComputeValues, UpdateCritic, GatherCritic)
+
 
 @dataclass(frozen=True)
 class Executor:
@@ -102,16 +113,26 @@ class Executor:
     reference: Reference | None = None
     critic: Critic | None = None
     teachers: Teachers | None = None
+    copied_critic: list[Part] = field(default_factory=list)  # the critic's shards, until a message says where to write
 
     def execute(self, message: Message) -> None:
-        with self.policy.ranks.broadcast(message):
+        critic = self.critic if isinstance(message, CRITIC_MESSAGES) else None
+        learner = self.policy if critic is None else critic.learner
+        with self.policy.ranks.broadcast(message), on_device(learner.model), self._frozen(message):
             match message:
                 case ComputeValues() | UpdateCritic() | GatherCritic():
                     assert self.critic is not None
-                    _execute_critic(self.critic, message)
+                    self._execute_critic(self.critic, message)
                 case _:
                     self._execute_policy(message)
         empty_cache(self.policy.device)  # servers may share this GPU
+
+    @contextmanager
+    def _frozen(self, message: Message) -> Iterator[None]:
+        """A context in which the frozen models that a message needs are on their device."""
+        needed = self.reference if isinstance(message, (UpdatePolicy, ComputeReference)) else None
+        with awake(needed), nullcontext() if self.teachers is None else self.teachers.resting():
+            yield
 
     def _execute_policy(self, message: Message) -> None:
         policy = self.policy
@@ -136,22 +157,24 @@ class Executor:
                 logits_of(policy.model, ids)
             case GatherWeights(), _:
                 model_state(policy.model)
-            case GatherState(merged), _:
-                copied_weights(policy.model, merged=merged)
-                copied(policy.state())
+            case GatherState() as save, _:
+                copied_weights(policy.model, merged=save.merged)
+                parts = [shard_part(STATE, policy), *self.copied_critic]
+                self.copied_critic.clear()
+                write_shards(save, parts, policy.ranks)
             case _:
                 raise AssertionError(f"this run does not handle {type(message).__name__}")
 
-
-def _execute_critic(critic: Critic, message: ComputeValues | UpdateCritic | GatherCritic) -> None:
-    match message:
-        case ComputeValues():
-            critic.values([])
-        case UpdateCritic(batch, step, seed):
-            torch.manual_seed(seed)
-            critic.update(batch, step=step)
-        case GatherCritic():
-            critic.part()
+    def _execute_critic(self, critic: Critic, message: ComputeValues | UpdateCritic | GatherCritic) -> None:
+        match message:
+            case ComputeValues():
+                critic.values([])
+            case UpdateCritic(batch, step, seed):
+                torch.manual_seed(seed)
+                critic.update(batch, step=step)
+            case GatherCritic():
+                model_state(critic.learner.model)
+                self.copied_critic[:] = [shard_part(f"{FOLDER}/{OPTIMIZER}", critic.learner)]
 
 
 def executor_of(plan: RunPlan, group: ProcessGroup) -> Executor:
@@ -169,6 +192,8 @@ def executor_of(plan: RunPlan, group: ProcessGroup) -> Executor:
     reference = build.reference_of(config, policy.model)
     critic = critic_of(config, checkpoint, plan.steps, ranks)
     teachers = build.teachers_of(config, policy.model)
+    for learner in [policy, *([] if critic is None else [critic.learner])]:
+        learner.rest()
     return Executor(policy, build.update_settings_of(config), reference, critic, teachers)
 
 

@@ -9,13 +9,15 @@ Shapes: X any numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.utils import get_total_norm
 from transformers import PreTrainedModel
 
 RANKS_ATTRIBUTE = "rally_ranks"
@@ -42,8 +44,9 @@ class Ranks(Protocol):
         """Start all ranks; each builds what the plan describes."""
         ...
 
-    def shard(self, model: PreTrainedModel) -> None:
-        """Shard a module that every rank has loaded, and attach these ranks to it."""
+    def shard(self, model: PreTrainedModel, *, offload: bool = False) -> None:
+        """Shard a module that every rank has loaded, and attach these ranks to it. `offload`: the shards stay in main
+        memory."""
         ...
 
     def watch(self) -> AbstractAsyncContextManager[None]:
@@ -67,6 +70,14 @@ class Ranks(Protocol):
         """The numbers of every rank, on the CPU in float64. Ranks may differ in how many they have."""
         ...
 
+    def report(self, ticket: str, text: str) -> None:
+        """Tell rank 0 something, from another rank and any thread."""
+        ...
+
+    def reports(self, ticket: str) -> list[str]:
+        """What the other ranks report under a ticket, in their order. Rank 0 waits for all of them, in any thread."""
+        ...
+
 
 class Alone:
     """A single process that holds everything."""
@@ -76,7 +87,7 @@ class Alone:
     def start(self, plan: Message) -> None:
         """There are no other ranks to start."""
 
-    def shard(self, model: PreTrainedModel) -> None:
+    def shard(self, model: PreTrainedModel, *, offload: bool = False) -> None:
         """The module stays whole on its device."""
 
     def watch(self) -> AbstractAsyncContextManager[None]:
@@ -93,6 +104,12 @@ class Alone:
 
     def all_gather(self, numbers_X: Tensor) -> list[Tensor]:
         return [numbers_X.detach().double().cpu()]
+
+    def report(self, ticket: str, text: str) -> None:
+        raise AssertionError("a single process has nobody to report to")
+
+    def reports(self, ticket: str) -> list[str]:
+        return []
 
 
 ALONE = Alone()
@@ -112,13 +129,54 @@ def full_tensor(value: Tensor) -> Tensor:
     return full.cpu() if value.device_mesh.get_rank() == 0 else torch.empty(0)
 
 
-def shard_like(value: Tensor, like: Tensor) -> Tensor:
-    """This rank's shard of a full tensor, laid out as `like`; the tensor itself if `like` is not sharded."""
+def local_tensor(value: Tensor) -> Tensor:
+    """This rank's shard of a tensor, in the same memory; the tensor itself if it is not sharded."""
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+class ShardPlace(NamedTuple):
+    """The place of a rank's shard in a tensor. Ranks that hold the same shard have different numbers of `replica`."""
+
+    shape: tuple[int, ...]  # of the whole tensor
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    replica: int = 0
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(slice(start, start + count) for start, count in zip(self.offset, self.size, strict=True))
+
+
+def shard_place(value: Tensor) -> ShardPlace:
+    shape = tuple(value.shape)
+    if not isinstance(value, DTensor):
+        return ShardPlace(shape, (0,) * len(shape), shape)
+    size, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+    at = value.device_mesh.get_coordinate()
+    assert at is not None, "a rank holds a part of every tensor"
+    copies = [number for number, one in zip(at, value.placements, strict=True) if not one.is_shard()]
+    return ShardPlace(shape, tuple(offset), tuple(size), max(copies, default=0))
+
+
+def total_norm(gradients: Mapping[str, tuple[Tensor, Tensor]], ranks: Ranks) -> Tensor:
+    """The norm of all gradients over all ranks. Each comes with its parameter, which knows how it is sharded. Gradients
+    in main memory cannot be reduced over GPUs, so their norms go over the ranks as numbers."""
+    first = next((parameter for _, parameter in gradients.values() if isinstance(parameter, DTensor)), None)
+    kinds = {gradient.device.type for gradient, _ in gradients.values()}
+    if first is None or kinds == {first.device_mesh.device_type}:
+        total = get_total_norm([_as_sharded(gradient, like) for gradient, like in gradients.values()])
+        return total.full_tensor() if isinstance(total, DTensor) else total
+    counted = [gradient for gradient, like in gradients.values() if shard_place(like).replica == 0]
+    square = get_total_norm(counted).double().square().reshape(1)
+    return sum(ranks.all_gather(square), torch.zeros(1, dtype=torch.float64)).sqrt().float()[0]
+
+
+def _as_sharded(gradient: Tensor, like: Tensor) -> Tensor:
     if not isinstance(like, DTensor):
-        return value
-    here = value.to(device=like.device, dtype=like.dtype)
-    part = distribute_tensor(here, like.device_mesh, like.placements, src_data_rank=None)
-    return part.clone()
+        return gradient
+    return DTensor.from_local(
+        gradient, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
 
 
 def model_state(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
 """Estimates of a run's memory and time, as formulas over the model's configuration, without loading weights.
 
-Memory is that of one device. Activations are those of a packed micro-batch; on one H200, with Qwen2.5-1.5B, the
+Memory is that of one device, which may be one of several that share the model, with everything that the offload keys
+leave on it. Activations are those of a packed micro-batch; on one H200, with Qwen2.5-1.5B, the
 estimate is 7 to 8 % above the peaks in docs/benchmarks.md. Time is the work divided by the hardware's peak rate and by
 `UTILISATION`, the share of the peak that the same page reports for training and decoding.
 """
@@ -15,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from rally.config import Config
+from rally.config.actor import FsdpConfig
 from rally.engines.embedded.memory_plan import kv_bytes_per_token
 from rally.models.decoder_families import FAMILIES, mlp_size, shape_of
 from rally.models.lm_head import MAX_LOGITS
@@ -25,6 +27,7 @@ from rally.models.vision_loading import auto_class, freeze_tower, freeze_unused
 from rally.models.vision_memory import vision_shape
 from rally.runs.build.models import lora_of
 from rally.runs.build.update_settings import reward_kl_coef
+from rally.train.offload import OffloadSettings
 
 UTILISATION = 0.35
 USED_BUDGET = 0.5
@@ -116,22 +119,98 @@ def training_costs(
     config: Config, model_config: PreTrainedConfig, size: ParameterCounts, width: int
 ) -> list[MemoryCost]:
     """Everything that an update holds in memory at once; `width` is the bytes of a parameter."""
-    adapters = lora_of(config.model, 0) is not None
+    adapters, ranks = lora_of(config.model, 0) is not None, config.trainer.world_size
     wanted = (config.actor.use_kl_loss and config.actor.kl_loss_coef) or reward_kl_coef(config)
+    reference = config.actor_rollout_ref.ref.fsdp_config
+    shard = 0 if _gathers(reference, ranks) else size.parameters * width // ranks
+    activations, states = (
+        activation_bytes(config, model_config, width),
+        (12 if width < 4 else 8) * size.trained // ranks,
+    )
+    visiting = min(OffloadSettings.bucket_bytes, states) if config.actor.fsdp_config.optimizer_offload else 0
     costs = [
-        *_trained(size, width),
-        MemoryCost("reference policy", size.parameters * width if wanted and not adapters else 0),
+        *_trained(size, width, config.actor.fsdp_config, ranks),
+        MemoryCost("gathered layers", _gathered_bytes(config, model_config, size, width)),
+        MemoryCost("reference policy", shard if wanted and not adapters else 0),
         MemoryCost("critic with its optimizer", _critic_bytes(config, size, width)),
-        MemoryCost("activations of the update", activation_bytes(config, model_config, width)),
+        MemoryCost("activations of the update", activations),
+        # The backward pass is over when states visit the device.
+        MemoryCost("optimizer states that visit", max(0, visiting - activations)),
     ]
     return [cost for cost in costs if cost.bytes]
 
 
-def _trained(size: ParameterCounts, width: int) -> Iterator[MemoryCost]:
-    yield MemoryCost("weights", size.parameters * width)
-    yield MemoryCost("gradients, float32", 4 * size.trained)
-    yield MemoryCost("master weights, float32", 4 * size.trained if width < 4 else 0)
-    yield MemoryCost("Adam's two moments, float32", 8 * size.trained)
+def _trained(size: ParameterCounts, width: int, keys: FsdpConfig, ranks: int) -> Iterator[MemoryCost]:
+    """What one of the ranks holds of a model that is trained. Replicas are not considered."""
+    if _gathers(keys, ranks):  # all of it is in main memory
+        return
+    own, trained = size.parameters // ranks, size.trained // ranks
+    masters = 4 * trained if width < 4 else 0
+    yield MemoryCost("weights", own * width)
+    yield MemoryCost("gradients, float32", 4 * trained)
+    if not keys.optimizer_offload:
+        yield MemoryCost("master weights, float32", masters)
+        yield MemoryCost("Adam's two moments, float32", 8 * trained)
+
+
+def _gathers(keys: FsdpConfig, ranks: int) -> bool:
+    """Whether FSDP2 gathers the weights from main memory."""
+    return keys.offload_policy and ranks > 1
+
+
+def _gathered_bytes(config: Config, model_config: PreTrainedConfig, size: ParameterCounts, width: int) -> int:
+    """What FSDP2 gathers at a time: the weights that belong to no layer, two layers, and the float32 gradients of
+    one."""
+    if config.trainer.world_size == 1:
+        return 0
+    if not config.actor.fsdp_config.reshard_after_forward:
+        return size.parameters * width
+    text = model_config.get_text_config()
+    ends = text.vocab_size * text.hidden_size * (1 if text.tie_word_embeddings else 2)
+    layer = max(0, size.parameters - ends) // text.num_hidden_layers
+    gradients = 4 * layer if size.trained == size.parameters else 0
+    return int((ends + 2 * layer) * width + gradients)
+
+
+MARGIN = 1.1
+"""The plan may be this much above the truth, so what it exceeds by less is tried."""
+ADVICE = {
+    "weights": "raise trainer.n_gpus_per_node",
+    "gradients, float32": "set model.lora_rank",
+    "master weights, float32": "set actor.fsdp_config.optimizer_offload=true",
+    "Adam's two moments, float32": "set actor.fsdp_config.optimizer_offload=true",
+    "critic with its optimizer": "set critic.fsdp_config.optimizer_offload=true",
+    "reference policy": "raise trainer.n_gpus_per_node",
+    "gathered layers": "set actor.fsdp_config.reshard_after_forward=true",
+}
+
+
+def memory_problem(
+    config: Config, model_config: PreTrainedConfig, size: ParameterCounts, width: int, memory: int
+) -> str | None:
+    """Why an update cannot fit into `memory` bytes of a device, with the largest costs and the keys that would help;
+    None if it fits. Sampling is not considered: its engine plans with what is left."""
+    costs = sorted(training_costs(config, model_config, size, width), key=lambda cost: -cost.bytes)
+    needed = sum(cost.bytes for cost in costs)
+    if needed <= MARGIN * memory:
+        return None
+    largest = [cost for cost in costs if cost.bytes > needed / 10]
+    items = ", ".join(f"{shown_bytes(cost.bytes)} {cost.what}" for cost in largest)
+    advice = dict.fromkeys(_advice(config, cost.what) for cost in largest)
+    return (
+        f"an update needs about {shown_bytes(needed)} of device memory and there are {shown_bytes(memory)} ({items}); "
+        f"{', or '.join(advice)}"
+    )
+
+
+def _advice(config: Config, what: str) -> str:
+    if what in ADVICE:
+        return ADVICE[what]
+    if not config.model.enable_gradient_checkpointing:
+        return "set model.enable_gradient_checkpointing=true"
+    if not config.model.enable_activation_offload:
+        return "set model.enable_activation_offload=true"
+    return "lower actor.ppo_max_token_len_per_gpu"
 
 
 def _critic_bytes(config: Config, policy: ParameterCounts, width: int) -> int:
@@ -140,12 +219,14 @@ def _critic_bytes(config: Config, policy: ParameterCounts, width: int) -> int:
     size = policy._replace(trained=policy.parameters)
     if config.critic.model.path:
         size = size_from(load_model_config(config.critic.model.path, option="critic.model.path"))
-    return sum(cost.bytes for cost in _trained(size, width))
+    costs = _trained(size, width, config.critic.fsdp_config, config.trainer.world_size)
+    return sum(cost.bytes for cost in costs if cost.what != "weights" or not config.critic.fsdp_config.param_offload)
 
 
 def activation_bytes(config: Config, model_config: PreTrainedConfig, width: int) -> int:
     """What a micro-batch keeps for its backward pass: the inputs of all layers and the activations of one (with
-    gradient checkpointing) or all, and a chunk of logits twice. For a vision model, prompts are assumed to be
+    gradient checkpointing) or all, and a chunk of logits twice. With activation offload, those of two layers are on the
+    device at a time. For a vision model, prompts are assumed to be
     images."""
     text = model_config.get_text_config()
     layers, kv_heads, head = shape_of(text)
@@ -163,12 +244,13 @@ def activation_bytes(config: Config, model_config: PreTrainedConfig, width: int)
     layer = tokens * inside * width
     seen = _images(config, model_config, tokens * config.prompt_length // history, width)
     logits = 2 * 4 * min(MAX_LOGITS["accelerator" if width < 4 else "cpu"], tokens * text.vocab_size)
+    inputs, offload = tokens * text.hidden_size * width, config.model.enable_activation_offload
     if not config.model.enable_gradient_checkpointing:
-        kept = layers * layer + logits
-    else:
-        kept = layers * tokens * text.hidden_size * width + max(
-            layer, logits
-        )  # the head's backward pass is over by then
+        kept = (2 if offload else layers) * layer + logits
+    elif not offload:  # the head's backward pass is over by the time a layer is computed again
+        kept = layers * inputs + max(layer, logits)
+    else:  # the gradients of both halves of the MLP, which the freed inputs of other layers cover otherwise
+        kept = 2 * inputs + max(layer + 2 * tokens * mlp_size(text) * width, logits)
     return int(max(kept + seen.kept, seen.passing))
 
 

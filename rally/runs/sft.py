@@ -29,7 +29,7 @@ from rally.runs.build.models import RunPlan, patches_at, stop_ids_at, tokenizer_
 from rally.runs.build.run_inputs import RunError, RunOutcome, check_ranks
 from rally.runs.build.tracking import sinks_of
 from rally.runs.build.trainer import resume_point, rewind
-from rally.runs.build.update_settings import gradient_limits_of, optimizer_settings
+from rally.runs.build.update_settings import gradient_limits_of, offload_settings, optimizer_settings
 from rally.runs.row_checks import warn_of_repeats
 from rally.sft.template_check import check_conversations, print_report
 from rally.sft.training import SftError, SftSettings, encode_row, sft_batches, sft_loss, sft_step
@@ -275,14 +275,19 @@ def sft_policy_of(config: SftConfig, start: Checkpoint | None, steps: int, ranks
     model = trained_model(config.model, str(config.model_path), config.trainer, path, _patches_of(config), ranks)
     attention.install(model)
     decide_rope(model, config.data.max_length)
-    ranks.shard(model)
+    keys = config.model.fsdp_config
+    ranks.shard(model, offload=keys.uses_offload_policy)
     limits = gradient_limits_of(config.trainer.guards)
     policy = Policy(
         model,
         optimizer_settings(config.optim, config.optim.clip_grad, limits),
         steps,
         gradient_checkpointing=config.model.enable_gradient_checkpointing,
-        offload=config.model.fsdp_config.optimizer_offload,
+        offload=offload_settings(
+            keys.model_copy(update={"offload_policy": keys.uses_offload_policy}),
+            config.model.enable_activation_offload,
+            config.trainer.world_size,
+        ),
     )
     if start:
         with start.restoring(STATE):

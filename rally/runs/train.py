@@ -6,14 +6,20 @@ import gc
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
+import torch
+
 from rally.config import Config
+from rally.models.load import load_model_config, pick_device, pick_dtype
 from rally.models.sharding import ALONE, Ranks
 from rally.nodes import THIS_MACHINE, RunNodes
+from rally.platforms import memory_info, on_accelerator
 from rally.runs import build
+from rally.runs.build.models import lora_of
 from rally.runs.build.rollout import rollout_cache_dir
 from rally.runs.build.run_inputs import RunError, RunInputs, RunOutcome, check_ranks, read_inputs
 from rally.runs.build.trainer import resume_point, rewind
 from rally.runs.build.update_settings import total_steps_of
+from rally.runs.cost_estimate import memory_problem, size_from
 from rally.runs.evaluate import evaluate_inputs
 from rally.runs.row_checks import warn_of_repeats
 from rally.track import RunConsole, RunFolder, sole_writer
@@ -53,6 +59,19 @@ def train(
         return _train(config, inputs, console, ranks, nodes or THIS_MACHINE)
 
 
+def _check_memory(config: Config) -> None:
+    """RunError, before any weight is loaded, if an update cannot fit on this GPU."""
+    device, path = pick_device(config.trainer.device), str(config.model.path)
+    if not on_accelerator(device) or path.endswith(".gguf"):  # the configuration of which is slow to read
+        return
+    model, trust = config.model, config.model.trust_remote_code
+    described = load_model_config(path, trust_remote_code=trust, overrides=dict(model.override_config))
+    size = size_from(described, lora_of(model, 0), trust=trust, tower_frozen=config.actor.freeze_vision_tower)
+    width = torch.empty((), dtype=pick_dtype(model.dtype, device)).element_size()
+    if problem := memory_problem(config, described, size, width, memory_info(device)[1]):
+        raise RunError(problem)
+
+
 def _train(config: Config, inputs: RunInputs, console: RunConsole, ranks: Ranks, nodes: RunNodes) -> RunOutcome:
     assert inputs.train_tasks is not None
     folder = RunFolder(config.run_dir).create()
@@ -81,6 +100,7 @@ def _train(config: Config, inputs: RunInputs, console: RunConsole, ranks: Ranks,
         console.warn_once(
             "skip", f"training on cached episodes of {rollout_cache_dir(config)}, which other weights may have sampled"
         )
+    _check_memory(config)
     rewind(folder, store, checkpoint, console, tuple(build.extra_folders_of(config.trainer).values()))
     trainer = build.trainer_of(config, inputs, folder, store, checkpoint, steps, console, ranks, nodes)
     folder.save_config(config.to_yaml())  # last, so that a failed start keeps the earlier file

@@ -20,9 +20,11 @@ from torch import Tensor
 from rally.algos.credit_assignment import CreditSettings
 from rally.algos.gae import advantages_and_returns, decisions, explained_variance, value_loss
 from rally.algos.losses import Aggregation, token_weights
+from rally.models.residence import on_device
 from rally.models.sharding import Ranks
 from rally.train.batch import TrainBatch, batch_of, rows_of, scored_of
-from rally.train.checkpoint.snapshot import Part, state_part
+from rally.train.checkpoint.snapshot import Part
+from rally.train.checkpoint.state_shards import state_parts
 from rally.train.checkpoint.store import read_state
 from rally.train.divergence import Tried
 from rally.train.loss_inputs import over_rows
@@ -123,7 +125,7 @@ class Critic:
         """The value before each sampled token of the rows, which only rank 0 has."""
         learner, settings = self.learner, self.settings
         limits = MicroBatchLimits(settings.forward_max_tokens, settings.forward_max_rows)
-        with learner.ranks.broadcast(ComputeValues()):
+        with learner.ranks.broadcast(ComputeValues()), on_device(learner.model):
             return over_rows(
                 rows, lambda packed: token_values(learner.model, packed), learner.device, limits, learner.ranks
             )
@@ -180,14 +182,14 @@ class Critic:
 
     def part(self) -> Part:
         """The critic's part of a checkpoint, in one folder. The state is copied now and written when the part is
-        called."""
-        with self.learner.ranks.broadcast(GatherCritic()):
+        called; other ranks write theirs with the policy's."""
+        with self.learner.ranks.broadcast(GatherCritic()), on_device(self.learner.model):
             model = value_model_part(self.learner.model)
-            state = state_part(OPTIMIZER, self.learner.state())
+            states = state_parts(OPTIMIZER, self.learner)
 
         def write(checkpoint: Path) -> None:
-            model(checkpoint / FOLDER)
-            state(checkpoint / FOLDER)
+            for part in (model, *states):
+                part(checkpoint / FOLDER)
 
         return write
 

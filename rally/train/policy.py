@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,8 +23,10 @@ from transformers import PreTrainedModel
 from rally.data import episode_seed
 from rally.models.forward_variables import checkpoint_contexts
 from rally.models.load import LoadError
-from rally.models.sharding import Ranks, ranks_of, shard_like
+from rally.models.residence import Residence, device_of, on_device
+from rally.models.sharding import Ranks, ShardPlace, local_tensor, ranks_of, shard_place, total_norm
 from rally.train.divergence import WINDOW, DivergedError, GradientLimits, Tried, gradient_problem
+from rally.train.offload import ON_DEVICE, ActivationOffload, HostStates, OffloadSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +46,11 @@ class OptimizerSettings:
 
 
 class Policy:
-    """A module with its optimizer. The module is in eval mode outside of `training()`."""
+    """A module with its optimizer. The module is in eval mode outside of `training()`.
+
+    The optimizer works on the local tensors of this rank. `masters` are those of the trained parameters: the parameter
+    itself, its shard, or a float32 copy.
+    """
 
     def __init__(
         self,
@@ -53,14 +59,13 @@ class Policy:
         total_steps: int,
         gradient_checkpointing: bool = False,
         *,
-        offload: bool = False,
+        offload: OffloadSettings = ON_DEVICE,
     ) -> None:
         self.model = model
-        self._offload = offload
         self.settings = settings
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.masters = {name: _master(p) for name, p in trained.items()}
-        self._rounded = [(p, self.masters[name]) for name, p in trained.items() if p is not self.masters[name]]
+        self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.masters = {name: _master(p) for name, p in self._trained.items()}
+        self._rounded = {name for name, p in self._trained.items() if p.dtype != torch.float32}
         self.optimizer = torch.optim.AdamW(
             self.masters.values(), lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay, fused=True
         )
@@ -74,7 +79,13 @@ class Policy:
                 gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": checkpoint_contexts}
             )
         model.eval()
-        self._maybe_offload()
+        self._collected: dict[str, Tensor] = {}  # float32 gradients on the device whose masters are in main memory
+        self.host_states: HostStates | None = None
+        if offload.optimizer:
+            copies = [self.masters[name] for name in self._rounded]
+            self.host_states = HostStates(self.optimizer, copies, self.device, offload.bucket_bytes)
+        self.residence = Residence(model) if offload.params else None
+        self.activations = ActivationOffload(offload.min_activation_bytes) if offload.activations else None
 
     @property
     def ranks(self) -> Ranks:
@@ -83,54 +94,105 @@ class Policy:
 
     @property
     def device(self) -> torch.device:
-        return self.model.device
+        return device_of(self.model)
+
+    def rest(self) -> None:
+        """From now on the weights are on the device only while they are used, if they are offloaded."""
+        if self.residence is not None:
+            self.residence.rest()
 
     @contextmanager
     def training(self) -> Iterator[None]:
         """A context in which the module is in train mode and backward passes accumulate gradients on the masters."""
-        if self._offload:
-            self._move_optimizer(self.device)
-        hooks = [p.register_post_accumulate_grad_hook(_collector(master)) for p, master in self._rounded]
-        self.model.train()
-        try:
-            yield
-        finally:
-            self.model.eval()
-            for hook in hooks:
-                hook.remove()
-            self._maybe_offload()
+        with on_device(self.model), nullcontext() if self.activations is None else self.activations.hooks():
+            hooks = [
+                self._trained[name].register_post_accumulate_grad_hook(self._collector(name)) for name in self._rounded
+            ]
+            self.model.train()
+            try:
+                yield
+            finally:
+                self.model.eval()
+                for hook in hooks:
+                    hook.remove()
 
-    def _maybe_offload(self) -> None:
-        """With `offload`, keep optimizer states and masters in main memory between updates."""
-        if self._offload:
-            self._move_optimizer(torch.device("cpu"))
+    def _collector(self, name: str) -> Callable[[Tensor], None]:
+        """A hook that moves a parameter's gradient to its master, so that only one low-precision gradient exists at a
+        time."""
+        master = self.masters[name]
 
-    def _move_optimizer(self, device: torch.device) -> None:
-        for state in self.optimizer.state.values():
-            state.update({name: value.to(device) for name, value in state.items() if isinstance(value, Tensor)})
-        for _, master in self._rounded:
-            master.data = master.data.to(device)
+        def collect(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            gradient = local_tensor(parameter.grad)
+            before = self._collected.get(name) if self.host_states is not None else master.grad
+            if before is not None:
+                before.add_(gradient)
+            elif self.host_states is not None:
+                self._collected[name] = gradient.float()
+            else:
+                master.grad = gradient.float()
+            parameter.grad = None
+
+        return collect
 
     def optimizer_step(self, tried: Sequence[Tried] = ()) -> float:
         """Clip, step, clear. Returns the gradient norm before clipping. A gradient over the limits raises
         `DivergedError` with `tried`, the rows it was computed from, and changes nothing."""
-        limit = self.settings.grad_clip or math.inf
-        total = nn.utils.clip_grad_norm_(list(self.masters.values()), limit)
-        norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
+        gradients = self._gradients()
+        norm = self._clip(gradients)
         problem = gradient_problem(norm, self._norms, self.settings.grad_clip, self.settings.limits)
         if problem is None:
-            self.optimizer.step()
-            self._round()
+            self._step(gradients)
             self._norms.append(norm)
-        self.optimizer.zero_grad(set_to_none=True)
+        self._clear()
         if problem is not None:
             raise DivergedError(problem, tried)
         return norm
 
+    def _gradients(self) -> dict[str, Tensor]:
+        """The local gradients of this rank, on the device."""
+        found = {
+            name: self._collected.get(name, self.masters[name].grad) if name in self._rounded else p.grad
+            for name, p in self._trained.items()
+        }
+        return {name: local_tensor(gradient) for name, gradient in found.items() if gradient is not None}
+
     @torch.no_grad()
-    def _round(self) -> None:
-        for parameter, master in self._rounded:
-            parameter.copy_(master)
+    def _clip(self, gradients: Mapping[str, Tensor]) -> float:
+        """Scale the gradients so that their norm over all ranks is at most `grad_clip`. Returns the norm before."""
+        total = total_norm({name: (gradient, self._trained[name]) for name, gradient in gradients.items()}, self.ranks)
+        scale = torch.clamp((self.settings.grad_clip or math.inf) / (total + 1e-6), max=1.0)
+        for gradient in gradients.values():
+            gradient.mul_(scale.to(gradient.device))
+        return float(total)
+
+    def _step(self, gradients: dict[str, Tensor]) -> None:
+        """Step over all parameters or, with states in main memory, over one bucket after the other."""
+        chosen = {name: self.masters[name] for name in gradients}
+        self._clear()  # the optimizer steps over all parameters that have a gradient
+        for names in [list(chosen)] if self.host_states is None else self.host_states.buckets(chosen):
+            with nullcontext() if self.host_states is None else self.host_states.visit([chosen[n] for n in names]):
+                for name in names:
+                    if chosen[name] is not self._trained[name] and name not in self._rounded:
+                        chosen[name].data = local_tensor(self._trained[name].detach())  # FSDP may have moved its shard
+                    chosen[name].grad = gradients.pop(name)
+                self.optimizer.step()
+                self._round(names)
+                for name in names:
+                    chosen[name].grad = None
+
+    def _clear(self) -> None:
+        self._collected.clear()
+        self.optimizer.zero_grad(set_to_none=True)
+        for parameter in self._trained.values():
+            parameter.grad = None
+
+    @torch.no_grad()
+    def _round(self, names: Iterable[str]) -> None:
+        """Write the masters, rounded, into their parameters."""
+        for name in names:
+            if name in self._rounded:
+                local_tensor(self._trained[name].detach()).copy_(self.masters[name])
 
     def advance(self) -> None:
         """Advance the learning-rate schedule. torch warns if no optimizer step came before, which happens when a step
@@ -140,7 +202,8 @@ class Policy:
             self.schedule.step()
 
     def state(self) -> dict[str, Any]:
-        masters = {name: master.detach() for name, master in self.masters.items()} if self._rounded else {}
+        """What resuming needs beside the weights. Tensors are those of this rank; `layout` has their places."""
+        masters = {name: self.masters[name].detach() for name in self.masters} if self._rounded else {}
         return {
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
@@ -148,66 +211,53 @@ class Policy:
             "grad_norms": list(self._norms),
         }
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Restore masters, moments and step. Learning rate, schedule and weight decay are those of this run."""
-        own = {name: value for name, value in self.optimizer.param_groups[0].items() if name != "params"}
-        self.optimizer.load_state_dict(self._sharded(state["optimizer"]))
-        self._copy_mapped()
+    def layout(self) -> dict[str, ShardPlace]:
+        """The place of this rank's shard of each trained parameter."""
+        return {name: shard_place(p) for name, p in self._trained.items()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore masters, moments and step. Learning rate, schedule and weight decay are those of this run. Tensors
+        of the state are whole; each rank reads its own part of them."""
+        self._load_optimizer(state["optimizer"])
         self.schedule.load_state_dict({**state["schedule"], "base_lrs": self.schedule.base_lrs})
-        own["lr"] = self.settings.lr * self.schedule.lr_lambdas[0](self.schedule.last_epoch)
-        self.optimizer.param_groups[0].update(own)
-        with torch.no_grad():
+        self.optimizer.param_groups[0]["lr"] = self.settings.lr * self.schedule.lr_lambdas[0](self.schedule.last_epoch)
+        with torch.no_grad(), on_device(self.model):
             for name, master in state.get("masters", {}).items():
-                if master.shape != self.masters[name].shape:
+                if tuple(master.shape) != tuple(self._trained[name].shape):
                     raise ValueError(f"{name} has another shape, {tuple(master.shape)}")
-                self.masters[name].copy_(shard_like(master, self.masters[name]))
-        self._norms.extend(state.get("grad_norms", ()))
-        self._round()
-        self._maybe_offload()
+                own = self.masters[name] if name in self._rounded else local_tensor(self._trained[name].detach())
+                own.copy_(master[shard_place(self._trained[name]).slices])
+            self._norms.extend(state.get("grad_norms", ()))
+            self._round(self._rounded)
 
-    def _copy_mapped(self) -> None:
-        """Copy optimizer states that may still be memory-mapped from the checkpoint."""
-        for state in self.optimizer.state.values():
-            here = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.is_cpu}
-            state.update({name: value.clone() for name, value in here.items()})
+    def _load_optimizer(self, saved: Mapping[str, Any]) -> None:
+        """Restore the optimizer's states, each where it lives. torch's own `load_state_dict` would move all of them to
+        the device of the parameters."""
+        names = list(self._trained)
+        [group] = saved["param_groups"]
+        if len(group["params"]) != len(names):
+            raise ValueError(f"it holds the optimizer of {len(group['params'])} parameters instead of {len(names)}")
+        states: dict[Tensor, dict[str, Tensor]] = {}
+        for number, one in saved["state"].items():
+            name = names[number]
+            parameter, master = self._trained[name], self.masters[name]
+            states[master] = {key: self._loaded(name, value, parameter, master) for key, value in one.items()}
+        self.optimizer.state.clear()
+        self.optimizer.state.update(states)
 
-    def _sharded(self, optimizer: dict[str, Any]) -> dict[str, Any]:
-        """The optimizer state, sharded as this rank's masters are."""
-        masters, names = list(self.masters.values()), list(self.masters)
-        for number, one in optimizer["state"].items():
-            for value in one.values():
-                if value.dim() and value.shape != masters[number].shape:
-                    raise ValueError(
-                        f"{names[number]} has the shape {tuple(masters[number].shape)}, its optimizer state "
-                        f"{tuple(value.shape)}"
-                    )
-        state = {
-            number: {
-                name: shard_like(value, masters[number]) if value.shape == masters[number].shape else value
-                for name, value in one.items()
-            }
-            for number, one in optimizer["state"].items()
-        }
-        return {**optimizer, "state": state}
+    def _loaded(self, name: str, value: Any, parameter: Tensor, master: Tensor) -> Tensor:
+        if len(value.shape) and tuple(value.shape) != tuple(parameter.shape):
+            raise ValueError(f"{name} has the shape {tuple(parameter.shape)}, its optimizer state {tuple(value.shape)}")
+        own: Tensor = value[shard_place(parameter).slices] if len(value.shape) else value
+        if self.host_states is not None:
+            return self.host_states.home_of(own.clone())
+        return own.to(master.device, copy=True)  # what is on disk may be memory-mapped
 
 
 def _master(parameter: nn.Parameter) -> nn.Parameter:
-    return parameter if parameter.dtype == torch.float32 else nn.Parameter(parameter.detach().float())
-
-
-def _collector(master: nn.Parameter) -> Callable[[Tensor], None]:
-    """A hook that moves a parameter's gradient to its master, so that only one low-precision gradient exists at a
-    time."""
-
-    def collect(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        if master.grad is None:
-            master.grad = parameter.grad.float()
-        else:
-            master.grad.add_(parameter.grad)
-        parameter.grad = None
-
-    return collect
+    if parameter.dtype != torch.float32:
+        return nn.Parameter(local_tensor(parameter.detach()).float())
+    return nn.Parameter(local_tensor(parameter.detach())) if isinstance(parameter, DTensor) else parameter
 
 
 def due(step: int, every: int) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from rally.models.sharding import Message
 from rally.train.batch import TrainBatch
@@ -86,14 +87,19 @@ class GatherWeights(Message):
 
 @dataclass(frozen=True)
 class GatherState(Message):
-    """Gather what a checkpoint stores of the policy; `merged`: also the full model beside its adapters."""
+    """Gather the weights of the policy for a checkpoint, and write the shards of its training state, with those that
+    `GatherCritic` has copied, into `folder`. Each rank reports under `ticket` when it has written its own.
+    `merged`: gather the full model beside its adapters too. `background`: write while training continues."""
 
+    folder: Path
+    ticket: str
     merged: bool = False
+    background: bool = False
 
 
 @dataclass(frozen=True)
 class GatherCritic(Message):
-    """Gather what a checkpoint stores of the critic."""
+    """Gather the weights of the critic for a checkpoint, and copy the shards of its training state."""
 
 
 @dataclass(frozen=True)

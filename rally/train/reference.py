@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from rally.models import attention
 from rally.models.lora import without_adapters
+from rally.models.residence import Residence
 from rally.train.checkpoint.snapshot import Part, json_part
 from rally.train.forward.fused_layers import copy_training_forward
 from rally.train.forward.logprobs import token_logprobs
@@ -67,11 +68,11 @@ class FrozenModel:
 
     def __init__(self, model: PreTrainedModel, *, like: PreTrainedModel | None = None, offload: bool = False) -> None:
         self.model = model
-        self._device, self._offload = model.device, offload
         model.requires_grad_(False)
         attention.install(model)
         if like is not None:
             copy_training_forward(like, model)
+        self.residence = Residence(model) if offload else None
         self.sleep()
 
     @contextmanager
@@ -85,13 +86,13 @@ class FrozenModel:
 
     def wake(self) -> None:
         """Move the model to its device, with `offload`."""
-        if self._offload:
-            self.model.to(self._device)  # type: ignore[arg-type]
+        if self.residence is not None:
+            self.residence.wake()
 
     def sleep(self) -> None:
         """Move the model to main memory, with `offload`."""
-        if self._offload:
-            self.model.to("cpu")  # type: ignore[arg-type]
+        if self.residence is not None:
+            self.residence.rest()
 
     @torch.no_grad()
     def __call__(self, packed: PackedRows, temperature: float) -> Tensor:

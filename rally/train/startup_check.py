@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 
 from rally.engines import EmbeddedEngine
 from rally.engines.base import Engine
+from rally.models.residence import device_of, on_device
 from rally.models.sharding import ranks_of
 from rally.platforms import fork_rng
 from rally.train.forward.fused_layers import TrainingForward, choose_training_forward, hidden_states
@@ -146,10 +147,10 @@ def plain_logprobs(model: PreTrainedModel, rows: Sequence[Row], temperature: flo
     parts, spreads = [], []
     with _own_attention(model):
         for row in rows:
-            output = model(input_ids=torch.from_numpy(row.ids).long()[None].to(model.device), use_cache=False)
-            at = torch.from_numpy(row.sampled).long().to(model.device)
+            output = model(input_ids=torch.from_numpy(row.ids).long()[None].to(device_of(model)), use_cache=False)
+            at = torch.from_numpy(row.sampled).long().to(device_of(model))
             logits_MV = output.logits[0].index_select(0, at - 1).float() / temperature
-            targets_M = torch.from_numpy(row.ids).long().to(model.device)[at]
+            targets_M = torch.from_numpy(row.ids).long().to(device_of(model))[at]
             parts.append(torch.log_softmax(logits_MV, -1).gather(1, targets_M[:, None])[:, 0])
             spreads.append(float(logits_MV.detach().std(-1).mean()))
     return PlainLogprobs(torch.cat(parts), max(spreads))
@@ -226,8 +227,8 @@ def check_critic(critic: Policy, rows: Sequence[Row], max_length: int, warn: Cal
         parts = []
         with _own_attention(model):
             for row in rows:
-                output = model(input_ids=torch.from_numpy(row.ids).long()[None].to(model.device), use_cache=False)
-                at = torch.from_numpy(row.sampled).long().to(model.device)
+                output = model(input_ids=torch.from_numpy(row.ids).long()[None].to(device_of(model)), use_cache=False)
+                at = torch.from_numpy(row.sampled).long().to(device_of(model))
                 parts.append(output.last_hidden_state[0].index_select(0, at - 1).float() @ probe_C)
         values_M = torch.cat(parts)
         return PlainLogprobs(values_M, float(values_M.detach().std()))
@@ -249,7 +250,7 @@ def check_frozen(frozen: FrozenModel, rows: Sequence[Row], max_length: int, name
 
 
 def _compared(policy: Policy, rows: Sequence[Row], max_length: int, readout: Readout | None) -> Difference | str:
-    with policy.ranks.broadcast(CompareForwards(rows, max_length)):
+    with policy.ranks.broadcast(CompareForwards(rows, max_length)), on_device(policy.model):
         return compare_forwards(policy.model, rows, max_length, readout)
 
 
@@ -298,8 +299,8 @@ def _tried(model: PreTrainedModel, rows: Sequence[Row], readout: Readout) -> Dif
         forward = "the training forward"
         model.train()
         watched = _watched(model)
-        with torch.set_grad_enabled(bool(watched)), fork_rng(model.device):
-            read_M = readout.packed(model, pack(rows, model.device))
+        with torch.set_grad_enabled(bool(watched)), fork_rng(device_of(model)):
+            read_M = readout.packed(model, pack(rows, device_of(model)))
             gradients = _gradients(read_M, watched)
     except torch.OutOfMemoryError:
         raise
@@ -405,7 +406,7 @@ async def _rollout_difference(
         rows = [Row.of(history, number) for number, history in enumerate(await asyncio.gather(*episodes))]
         recorded_M = recorded_logprobs(rows)
         forward = "its own forward"
-        with ranks_of(model).broadcast(ComputePlain(rows, params.temperature)):
+        with ranks_of(model).broadcast(ComputePlain(rows, params.temperature)), on_device(model):
             plain = detached_plain(model, rows, params.temperature)
     except (RallyError, torch.OutOfMemoryError):
         raise

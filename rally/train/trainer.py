@@ -24,6 +24,7 @@ from rally.chat import ChatCodec
 from rally.data import RowSampler, TaskSet, draw, draw_further, learned, steps_per_epoch
 from rally.engines.base import TrainingEngine
 from rally.loops import Admit, Job
+from rally.models.residence import on_device
 from rally.rewards import reward_metrics
 from rally.track import (
     RunConsole,
@@ -193,10 +194,11 @@ class Trainer:
         """Update the policy, and give its weights to the engine."""
         with clock("update_weights"):
             await self.engine.rest()
-        with clock("update_actor"):
-            metrics = self.learn_from(step, episodes, clock)
-        with clock("update_weights"):
-            return metrics | await self.engine.publish()
+        with on_device(self.policy.model):  # once for both
+            with clock("update_actor"):
+                metrics = self.learn_from(step, episodes, clock)
+            with clock("update_weights"):
+                return metrics | await self.engine.publish()
 
     def _check_lost(self, step: int, result: RolloutResult) -> None:
         """Stop a run whose steps lose all their groups to failures or outages: it would go on without learning."""

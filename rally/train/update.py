@@ -19,6 +19,7 @@ from rally.algos import losses
 from rally.algos.distillation import DistillationSettings, distillation_loss
 from rally.algos.losses import Sampled, SurrogateSettings, policy_loss
 from rally.algos.off_policy_correction import CorrectionSettings
+from rally.models.residence import on_device
 from rally.models.routing import Routing, RoutingError, load_metrics, routers_of
 from rally.models.sharding import Ranks
 from rally.platforms import has_kernels
@@ -219,7 +220,8 @@ def update_policy(
     assert (teachers is not None) == (settings.distillation is not None), "teachers come with a distillation loss"
     metrics = UpdateMetrics()
     correction: dict[str, float] = {}
-    with policy.ranks.broadcast(UpdatePolicy(replace(batch, rows=[]), step, torch.initial_seed())):
+    message = UpdatePolicy(replace(batch, rows=[]), step, torch.initial_seed())
+    with policy.ranks.broadcast(message), on_device(policy.model):
         if settings.router_replay != "disabled":
             with timed("router_replay"):
                 batch = replace(batch, rows=_routed_rows(policy, batch.rows, settings))
@@ -288,7 +290,8 @@ def token_energies(policy: Policy, rows: Sequence[Row], settings: UpdateSettings
         assert found.columns_M is not None
         return 1 - 2 * found.logp_M.exp() + found.columns_M[:, 0]
 
-    return over_rows(rows, forward, policy.device, settings.log_prob_limits or settings.limits, policy.ranks)
+    with on_device(policy.model):
+        return over_rows(rows, forward, policy.device, settings.log_prob_limits or settings.limits, policy.ranks)
 
 
 def reference_logprobs(policy: Policy, reference: Reference, rows: Sequence[Row], settings: UpdateSettings) -> Tensor:
@@ -297,7 +300,7 @@ def reference_logprobs(policy: Policy, reference: Reference, rows: Sequence[Row]
     def forward(packed: PackedRows) -> Tensor:
         return reference(packed, settings.temperature)
 
-    with policy.ranks.broadcast(ComputeReference()):
+    with policy.ranks.broadcast(ComputeReference()), on_device(policy.model):
         return over_rows(rows, forward, policy.device, settings.reference_limits or settings.limits, policy.ranks)
 
 

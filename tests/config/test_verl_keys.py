@@ -24,10 +24,11 @@ def load_sft(*lines: str) -> tuple[SftConfig, str]:
 
 
 HINTS = (
-    *(f"{A}.fsdp_config.param_offload=True", f"{A}.fsdp_config.offload_policy=true", f"{M}.use_shm=True"),
+    *(f"{A}.fsdp_config.param_offload=True", f"{M}.use_shm=True"),
+    *(f"{A}.fsdp_config.offload_policy=true", f"{A}.fsdp_config.cpu_offload=true"),
     *(f"{A}.ulysses_sequence_parallel_size=4", f"{A}.fsdp_config.ulysses_sequence_parallel_size=2"),
     *(f"{R}.enable_chunked_prefill=False", f"{R}.enable_prefix_caching=False", f"{R}.mode=sync", f"{R}.name=hf"),
-    *(f"{R}.multi_stage_wake_up=True", f"{M}.enable_activation_offload=True", f"{A}.use_torch_compile=True"),
+    *(f"{R}.multi_stage_wake_up=True", f"{A}.use_torch_compile=True"),
     *("actor_rollout_ref.ref.entropy_from_logits_with_chunking=True", f"{A}.fsdp_config.model_dtype=bf16"),
     *("+ray_kwargs.ray_init.runtime_env.py_executable=uv", "global_profiler.steps=[2]", f"{A}.profiler.enable=True"),
     *(f"{M}.use_liger=True", "trainer.logger=[console,swanlab]", f"{A}.checkpoint.save_contents=['hf_model']"),
@@ -84,18 +85,44 @@ def test_what_asks_for_nothing_is_accepted_without_a_word(line: str) -> None:
         (f"{A}.fsdp_config.model_dtype=bf16", "updates in bfloat16 would lose small steps to rounding"),
         ("actor_rollout_ref.ref.fsdp_config.model_dtype=bf16", "the difference is one of rounding"),
         (f"{R}.val_kwargs={{do_sample: false, temperature: 1.0}}", "verl does not read do_sample and validates with"),
-        (f"{M}.enable_activation_offload=True", "activations stay on the device or are computed again"),
+        (f"{A}.fsdp_config.param_offload=True", "the embedded engine samples from the trainer's weights"),
+        (f"{A}.fsdp_config.offload_policy=True", "one device holds the whole model, so nothing is gathered"),
     ],
 )
 def test_a_note_says_what_differs_from_verl(line: str, reason: str) -> None:
     assert reason in load(line)[1]
 
 
+@pytest.mark.parametrize(
+    "lines",
+    [
+        (f"{A}.fsdp_config.param_offload=True", f"{R}.name=vllm"),
+        (f"{A}.fsdp_config.param_offload=True", f"{A}.fsdp_config.offload_policy=True", "trainer.n_gpus_per_node=2"),
+        (f"{A}.fsdp_config.optimizer_offload=True", f"{M}.enable_activation_offload=True"),
+        ("algorithm.adv_estimator=gae", "critic.fsdp_config.param_offload=True"),
+        ("algorithm.adv_estimator=gae", "critic.model.enable_activation_offload=True"),
+        (f"{A}.use_kl_loss=true", "actor_rollout_ref.ref.fsdp_config.param_offload=True", "trainer.nnodes=2"),
+    ],
+)
+def test_offloading_that_has_an_effect_is_kept_without_a_word(lines: tuple[str, ...]) -> None:
+    config, note = load(*lines, "trainer.device=cpu")
+    assert note == ""
+    assert all(config.flat()[line.partition("=")[0]] is True for line in lines if "offload" in line)
+
+
+def test_supervised_runs_offload_too() -> None:
+    keys = ("model.fsdp_config.cpu_offload=True", "model.fsdp_config.offload_params=True")
+    config, note = load_sft(*keys, "trainer.n_gpus_per_node=2", "trainer.device=cpu")
+    assert note == "" and config.model.fsdp_config.uses_offload_policy
+    assert "nothing is gathered layer by layer" in load_sft(*keys)[1]
+    assert "always in use" in load_sft("model.fsdp_config.param_offload=True")[1]
+    assert load_sft("model.enable_activation_offload=True")[1] == ""
+
+
 def test_all_keys_without_effect_are_in_one_note_by_reason() -> None:
-    _, note = load(*HINTS[:3], f"{A}.optim.lr=0.1")
-    assert note.splitlines()[1].startswith(
-        f"  {A}.fsdp_config.param_offload=true, {A}.fsdp_config.offload_policy=true:"
-    )
+    _, note = load(f"{M}.use_shm=True", *(hint for hint in HINTS if "ulysses" in hint), f"{A}.optim.lr=0.1")
+    both = f"  {A}.ulysses_sequence_parallel_size=4, {A}.fsdp_config.ulysses_sequence_parallel_size=2:"
+    assert any(line.startswith(both) for line in note.splitlines())
     assert len(note.splitlines()) == 3
 
 

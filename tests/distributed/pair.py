@@ -3,8 +3,8 @@ python pair.py RENDEZVOUS."""
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ from rally.runs.build.engines import full_weights
 from rally.train.batch import build_batch, rows_of
 from rally.train.checkpoint.snapshot import copied
 from rally.train.critic import Critic, CriticSettings
+from rally.train.offload import ON_DEVICE, OffloadSettings
 from rally.train.policy import OptimizerSettings, Policy
 from rally.train.reference import BaseOfPolicy, FrozenModel, Reference, awake
 from rally.train.teacher import Teachers
@@ -47,6 +48,9 @@ class Case:
     lora: bool = False
     reshard: bool = True
     teachers: int = 1
+    offload: OffloadSettings = ON_DEVICE
+    offload_policy: bool = False
+    like: str = ""  # the case whose results it must have, to the last bit
 
 
 def settings(**given: Any) -> UpdateSettings:
@@ -69,6 +73,20 @@ CASES = {
     "experts recorded before the update": Case(settings(max_tokens=50, router_replay="R2"), family="qwen3_moe"),
     "half precision": Case(settings(max_tokens=50), dtype=torch.bfloat16),
 }
+OPTIMIZER = OffloadSettings(optimizer=True, bucket_bytes=20_000)
+EVERYTHING = replace(OPTIMIZER, params=True, activations=True, min_activation_bytes=256)
+CASES |= {
+    f"{name}, {how}": replace(CASES[name], like=name, **given)
+    for name, how, given in (
+        ("plain", "optimizer in main memory", {"offload": OPTIMIZER}),
+        ("kl to a reference", "all in main memory", {"offload": EVERYTHING}),
+        ("kl to a reference", "offload policy", {"offload_policy": True}),
+        ("adapters", "all in main memory", {"offload": EVERYTHING}),
+        ("two teachers", "all in main memory", {"offload": EVERYTHING}),
+        ("half precision", "all in main memory", {"offload": EVERYTHING}),
+        ("half precision", "offload policy", {"offload_policy": True}),
+    )
+}
 
 
 class Result(NamedTuple):
@@ -90,16 +108,16 @@ def policy_for(case: Case, ranks: Ranks) -> Policy:
     if case.lora:
         add_adapters(model, LoraSettings(rank=2), "nowhere")
     attention.install(model)
-    ranks.shard(model)
-    return Policy(model, OptimizerSettings(lr=1e-4), STEPS, case.checkpointing)
+    ranks.shard(model, offload=case.offload_policy)
+    return Policy(model, OptimizerSettings(lr=1e-4), STEPS, case.checkpointing, offload=case.offload)
 
 
 def reference_for(case: Case, policy: Policy, ranks: Ranks) -> Reference:
     if case.lora:
         return BaseOfPolicy(policy.model)
     model = model_for(case, 5)
-    ranks.shard(model)
-    return FrozenModel(model)
+    ranks.shard(model, offload=case.offload_policy)
+    return FrozenModel(model, offload=case.offload.params)
 
 
 def teachers_for(case: Case, ranks: Ranks) -> Teachers | None:
@@ -108,7 +126,7 @@ def teachers_for(case: Case, ranks: Ranks) -> Teachers | None:
     models = {f"{number}": model_for(case, 6 + number) for number in range(case.teachers)}
     for model in models.values():
         ranks.shard(model)
-    frozen = {name: FrozenModel(model) for name, model in models.items()}
+    frozen = {name: FrozenModel(model, offload=case.offload.params) for name, model in models.items()}
     vocabulary = next(iter(models.values())).config.vocab_size
     return Teachers(frozen, case.settings.distillation, vocabulary, route=lambda episode: str(int(episode.id[1]) % 2))
 
@@ -126,6 +144,7 @@ class First(Worker):
 def parts_for(case: Case, ranks: Ranks) -> Executor:
     policy = policy_for(case, ranks)
     reference = reference_for(case, policy, ranks)
+    policy.rest()
     return Executor(policy, case.settings, reference, None, teachers_for(case, ranks))
 
 
@@ -143,9 +162,12 @@ def result_of(case: Case, ranks: Ranks = ALONE) -> Result:
         if case.few:
             batch = type(batch)(**{**vars(batch), "rows": batch.rows[:1]})
         batch = teachers.assigned(batch, episodes) if teachers else batch
-        with awake(asked):
+        with awake(asked), nullcontext() if teachers is None else teachers.resting():
             metrics.append(update_policy(policy, batch, case.settings, step=seed, reference=asked, teachers=teachers))
-    reference_M = reference_logprobs(policy, reference, rows_of(uneven_episodes()), case.settings)
+    if policy.residence is not None:
+        assert policy.residence.resting and policy.residence.moves == 2 * STEPS + 1
+    with awake(reference):
+        reference_M = reference_logprobs(policy, reference, rows_of(uneven_episodes()), case.settings)
     return Result(full_weights(policy.model), metrics, reference_M, copied(policy.state()))
 
 
@@ -201,3 +223,4 @@ if __name__ == "__main__":
         follow(case, group)
     for dtype in DTYPES:
         follow_critic(dtype, group)
+    group.leave()

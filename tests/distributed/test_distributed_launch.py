@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
 from train_cases import Paper, run_config
 from transformers import AutoModelForCausalLM
 
@@ -19,6 +18,7 @@ from rally.distributed.controller import Controller, ControllerSettings, LostRan
 from rally.models.sharding import Message
 from rally.runs.build.models import RunPlan
 from rally.track import RunFolder
+from rally.train.checkpoint.store import open_checkpoint
 from rally.train.rank_messages import UpdatePolicy
 
 pytestmark = pytest.mark.slow
@@ -100,11 +100,13 @@ def test_runs_go_on_from_each_other_and_a_lost_rank_ends_one_in_words(
     train(config_of(home, out, ranks=1, steps=3), paper.console)
     rows = {row.step: row.metrics for row in RunFolder(out).read_metrics()}
     assert set(rows) == {1, 2, 3} and rows[3]["actor/rollout_mismatch_kl"] < 1e-7
-    states = [torch.load(out / f"checkpoints/global_step_{n}/trainer.pt", weights_only=True) for n in (1, 2)]
+    states = [open_checkpoint(out / f"checkpoints/global_step_{n}").state() for n in (1, 2)]
     alone, both = (state["optimizer"] for state in states)
     assert alone["param_groups"][0]["params"] == both["param_groups"][0]["params"]
     for number, state in alone["state"].items():
-        assert {k: v.shape for k, v in state.items()} == {k: v.shape for k, v in both["state"][number].items()}
+        assert {k: tuple(v.shape) for k, v in state.items()} == {
+            k: tuple(v.shape) for k, v in both["state"][number].items()
+        }
     before, after = (AutoModelForCausalLM.from_pretrained(out / f"checkpoints/global_step_{n}/actor") for n in (1, 2))
     moved = [float((p - q).detach().abs().max()) for p, q in zip(before.parameters(), after.parameters(), strict=True)]
     assert 0 < max(moved) < 0.01 and max(moved[:3]) > 0

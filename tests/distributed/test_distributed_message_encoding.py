@@ -149,8 +149,8 @@ def test_a_batch_arrives_as_it_was() -> None:
         ComputeReference(),
         ComputeValues(),
         GatherWeights(),
-        GatherState(),
-        GatherState(merged=True),
+        GatherState(Path("/run/checkpoints/.writing_global_step_3_7"), "a1"),
+        GatherState(Path("here"), "a2", merged=True, background=True),
         GatherCritic(),
         Shutdown(),
     ],
@@ -203,15 +203,9 @@ def test_what_a_rank_found_goes_back_to_its_rows() -> None:
     ("words", "told"),
     [
         (
-            ["algorithm.adv_estimator=gae", "critic.fsdp_config.optimizer_offload=true"],
-            "critic.fsdp_config.optimizer_offload=true asks for an optimizer in main memory",
-        ),
-        (
             ["trainer.val_only=true", "data.val_files=pyproject.toml"],
             "validation without training, which works on one GPU only",
         ),
-        ([f"{A}.fsdp_config.optimizer_offload=true"], "an optimizer in main memory, which works on one GPU only"),
-        (["actor_rollout_ref.ref.fsdp_config.param_offload=true"], "a reference model in main memory"),
         ([f"{A}.fsdp_config.fsdp_size=1"], "must be -1 or 2, the number of GPUs; leave it out"),
         (
             ["actor_rollout_ref.ref.fsdp_config.reshard_after_forward=false"],

@@ -58,7 +58,6 @@ def test_two_ranks_teach_what_one_teaches(tmp_path: Path, paper: Paper, monkeypa
 @pytest.mark.parametrize(
     ("word", "told"),
     [
-        ("model.fsdp_config.optimizer_offload=true", "an optimizer in main memory, which works on one GPU only"),
         ("data.micro_batch_size=4", "is ambiguous with 2 GPUs; leave it out and set data.micro_batch_size_per_gpu"),
         ("model.fsdp_config.fsdp_size=1", "must be -1 or 2, the number of GPUs; leave it out"),
     ],

@@ -85,5 +85,3 @@ def _several_gpus(config: Config) -> Iterator[str]:
     if keys.distillation_loss.loss_mode.endswith("_full"):
         mode = keys.distillation_loss.loss_mode
         yield f"{LOSS}.loss_mode={mode} works on one GPU only; use forward_kl_topk, or {advice}."
-    if keys.param_offload:
-        yield f"{SECTION}.param_offload=true works on one GPU only; leave it out, or {advice}."

@@ -18,15 +18,11 @@ TOTAL_SIZES = (
     f"{REF}.log_prob_micro_batch_size",
 )
 SINGLE_GPU_ONLY = {
-    f"{ACTOR}.fsdp_config.optimizer_offload": "an optimizer in main memory",
-    "critic.fsdp_config.optimizer_offload": "an optimizer in main memory",
-    f"{REF}.fsdp_config.param_offload": "a reference model in main memory",
     "trainer.val_only": "validation without training",
     "actor_rollout_ref.model.target_parameters": "LoRA on experts",
 }
 """Keys that are supported on one GPU only, with a name of the feature."""
 SFT_SINGLE_GPU_ONLY = {
-    "model.fsdp_config.optimizer_offload": "an optimizer in main memory",
     "model.target_parameters": "LoRA on experts",
 }
 

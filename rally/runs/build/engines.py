@@ -48,6 +48,7 @@ from rally.engines.remote import (
 from rally.engines.router.server_state import RouterSettings
 from rally.models import attention
 from rally.models.lora import has_adapters, merged_weights, plain_twin
+from rally.models.residence import device_of, on_device
 from rally.models.routing import routers_of
 from rally.models.sharding import model_state, ranks_of
 from rally.models.token_masks import Grammars
@@ -201,7 +202,7 @@ def own_servers_of(
             server(number, LOCAL, visible(place, platform)) for number, place in enumerate(places_of(config, model))
         ]
     count, each = rollout.data_parallel_size, rollout.tensor_model_parallel_size
-    spread = node_placement(nodes.rollout or nodes.trainer, count, each, on_cpu=model.device.type == "cpu")
+    spread = node_placement(nodes.rollout or nodes.trainer, count, each, on_cpu=device_of(model).type == "cpu")
     return [server(number, node, gpus) for number, (node, gpus) in enumerate(spread)]
 
 
@@ -228,14 +229,14 @@ def places_of(config: Config, model: PreTrainedModel) -> list[Place]:
 
 def own_gpus(model: PreTrainedModel) -> range:
     """The GPUs of the trainer: each rank is on the GPU of its number."""
-    first = model.device.index or 0
-    return range(first, first + ranks_of(model).world_size) if on_accelerator(model.device) else range(0)
+    first = device_of(model).index or 0
+    return range(first, first + ranks_of(model).world_size) if on_accelerator(device_of(model)) else range(0)
 
 
 def shares_gpu(config: Config, model: PreTrainedModel, nodes: RunNodes = THIS_MACHINE) -> bool:
     """Whether launched servers are on a GPU of the trainer."""
     if nodes.all != [LOCAL]:
-        return on_accelerator(model.device) and not nodes.rollout
+        return on_accelerator(device_of(model)) and not nodes.rollout
     mine = own_gpus(model)
     return any(gpu in mine for place in places_of(config, model) for gpu in place)
 
@@ -292,7 +293,7 @@ def launch_of(config: Config, model: PreTrainedModel, nodes: RunNodes = THIS_MAC
         memory_share=rollout.gpu_memory_utilization,
         tensor_parallel=rollout.tensor_model_parallel_size,
         frontends=frontends(available_cores(), rollout.data_parallel_size),
-        on_cpu=model.device.type == "cpu",
+        on_cpu=device_of(model).type == "cpu",
         seed=config.rollout_seed,
         eager=rollout.enforce_eager,
         log_level=rollout.log_level.lower() if rollout.log_level else None,
@@ -343,13 +344,13 @@ def _route_experts(config: Config, model: PreTrainedModel) -> int | None:
 
 @torch.no_grad()
 def logits_of(model: PreTrainedModel, ids: Sequence[int]) -> Tensor:
-    logits_TV: Tensor = model(input_ids=torch.tensor([list(ids)], device=model.device), use_cache=False).logits[0]
+    logits_TV: Tensor = model(input_ids=torch.tensor([list(ids)], device=device_of(model)), use_cache=False).logits[0]
     return logits_TV
 
 
 def oracle_of(model: PreTrainedModel) -> Oracle:
     def forward(ids: Sequence[int]) -> Tensor:
-        with ranks_of(model).broadcast(ComputeLogits(ids)):
+        with ranks_of(model).broadcast(ComputeLogits(ids)), on_device(model):
             return logits_of(model, ids)
 
     vocabulary = model.config.get_text_config().vocab_size
@@ -370,7 +371,7 @@ def write_full_model(model: PreTrainedModel, bucket: str, untied: bool, folder: 
 
 
 def full_weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    with ranks_of(model).broadcast(GatherWeights()):
+    with ranks_of(model).broadcast(GatherWeights()), on_device(model):
         return merged_weights(model) if has_adapters(model) else model_state(model)
 
 
@@ -389,7 +390,7 @@ def _quietly() -> Iterator[None]:
 def _untied(config: Config, model: PreTrainedModel) -> bool:
     """Works around vLLM on a CPU: it does not refresh its packed copy of a tied output head when weights are
     reloaded."""
-    return config.rollout.server_kind == "vllm" and model.device.type == "cpu"
+    return config.rollout.server_kind == "vllm" and device_of(model).type == "cpu"
 
 
 def _bucket(config: Config) -> str:
@@ -411,4 +412,4 @@ def samples_during_update(config: Config, model: PreTrainedModel) -> bool:
     """Whether a batch is sampled while the policy trains on the one before: by servers, or by an embedded engine on the
     CPU. On a GPU the two would share its memory and its kernels' streams; there a fixed lag samples first and updates
     then."""
-    return config.fixed_lag and (config.rollout.name != "embedded" or model.device.type == "cpu")
+    return config.fixed_lag and (config.rollout.name != "embedded" or device_of(model).type == "cpu")

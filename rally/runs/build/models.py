@@ -34,13 +34,15 @@ from rally.models.vision import set_patches
 from rally.models.vision_loading import VisionError, freeze_tower, freeze_unused, patches_for
 
 
-def model_of(config: Config, path: str | None = None, ranks: Ranks = ALONE) -> PreTrainedModel:
+def model_of(
+    config: Config, path: str | None = None, ranks: Ranks = ALONE, *, offload_policy: bool = False
+) -> PreTrainedModel:
     """The policy's module: as configured, or from a checkpoint at `path`, which may hold only adapters."""
     model = trained_model(config.model, str(config.model.path), config.trainer, path, patches_of(config), ranks)
     decide_rope(model, config.max_model_len)
     if config.actor.freeze_vision_tower:
         freeze_tower(model)
-    ranks.shard(model)
+    ranks.shard(model, offload=offload_policy)
     return model
 
 

@@ -20,10 +20,13 @@ from rally.models.vision import image_parts_of
 from rally.models.vision_loading import freeze_unused, share_patches
 from rally.runs.build.models import model_of, patches_of, tokenizer_of
 from rally.runs.build.update_settings import (
+    critic_offload_of,
     distillation_settings_of,
     gradient_limits_of,
+    offload_settings,
     optimizer_settings,
     optimizer_settings_of,
+    policy_offload_of,
     reward_kl_coef,
     update_settings_of,
 )
@@ -64,13 +67,13 @@ def critic_of(config: Config, checkpoint: Checkpoint | None, steps: int, ranks: 
         share_patches(body, patches, "critic.model.path")
     else:
         freeze_unused(body)
-    ranks.shard(body)
+    ranks.shard(body, offload=config.critic.fsdp_config.offload_policy)
     learner = Policy(
         body,
         optimizer_settings(config.critic.optim, config.critic.grad_clip, gradient_limits_of(config.trainer.guards)),
         steps,
         gradient_checkpointing=config.critic.model.enable_gradient_checkpointing,
-        offload=config.critic.fsdp_config.optimizer_offload,
+        offload=critic_offload_of(config),
     )
     critic = Critic(learner, critic_settings_of(config))
     if checkpoint:
@@ -112,11 +115,16 @@ def kl_control_of(config: Config, checkpoint: Checkpoint | None) -> KlController
 def policy_of(config: Config, checkpoint: Checkpoint | None, steps: int, ranks: Ranks = ALONE) -> Policy:
     """The policy as configured, or restored from a checkpoint."""
     policy = Policy(
-        model_of(config, str(checkpoint.actor) if checkpoint else None, ranks),
+        model_of(
+            config,
+            str(checkpoint.actor) if checkpoint else None,
+            ranks,
+            offload_policy=config.actor.fsdp_config.offload_policy,
+        ),
         optimizer_settings_of(config),
         max(0, steps - config.trainer.critic_warmup),
         gradient_checkpointing=config.model.enable_gradient_checkpointing,
-        offload=config.actor.fsdp_config.optimizer_offload,
+        offload=policy_offload_of(config),
     )
     if checkpoint:
         with checkpoint.restoring(STATE):
@@ -128,10 +136,11 @@ def reference_of(config: Config, policy: PreTrainedModel) -> Reference | None:
     """The frozen initial policy, if a KL term needs it; with LoRA the policy's own base."""
     if update_settings_of(config).kl_coef == 0 and reward_kl_coef(config) == 0:
         return None
-    offload = config.actor_rollout_ref.ref.fsdp_config.param_offload
     if has_adapters(policy):
         return BaseOfPolicy(policy)
-    return FrozenModel(model_of(config, ranks=ranks_of(policy)), like=policy, offload=offload)
+    keys = config.actor_rollout_ref.ref.fsdp_config
+    model = model_of(config, ranks=ranks_of(policy), offload_policy=keys.offload_policy)
+    return FrozenModel(model, like=policy, offload=offload_settings(keys, False, config.trainer.world_size).params)
 
 
 def teachers_of(config: Config, policy: PreTrainedModel) -> Teachers | None:

@@ -91,6 +91,8 @@ def trainer_of(
         for key, teacher in teachers.models.items():
             if isinstance(teacher, FrozenModel):
                 check_frozen(teacher, compared, config.max_model_len, f"the teacher {key}")
+    for learner in [policy, *([] if critic is None else [critic.learner])]:
+        learner.rest()
     sampling = sampling_of(config, inputs.codec)
     make: Callable[..., Trainer] = Trainer
     fixed_lag = config.fixed_lag

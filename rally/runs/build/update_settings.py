@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rally.algos.credit_assignment import CreditSettings
 from rally.algos.distillation import DistillationSettings
 from rally.algos.losses import SurrogateSettings
 from rally.algos.off_policy_correction import CorrectionSettings
 from rally.config import Config
-from rally.config.actor import LogProbKeys, OptimConfig
+from rally.config.actor import FsdpConfig, LogProbKeys, OptimConfig
 from rally.config.sft import SftOptim
 from rally.config.trainer import GradientGuards
 from rally.data.samplers import total_steps
 from rally.train.divergence import GradientLimits
 from rally.train.health_checks import HealthSettings
 from rally.train.micro_batches import MicroBatchLimits, limits_of
+from rally.train.offload import OffloadSettings
 from rally.train.policy import OptimizerSettings
 from rally.train.rollout.dynamic_sampling import FilterSettings
 from rally.train.trainer import ResamplingSettings, TrainerSettings
@@ -165,6 +168,28 @@ def optimizer_settings(optim: OptimConfig | SftOptim, grad_clip: float, limits: 
         min_lr_ratio=optim.min_lr_ratio,
         num_cycles=optim.num_cycles,
         limits=limits,
+    )
+
+
+def policy_offload_of(config: Config) -> OffloadSettings:
+    """What of the policy rests in main memory. An engine in this process samples from the weights, so they stay."""
+    keys, activations = config.actor.fsdp_config, config.model.enable_activation_offload
+    settings = offload_settings(keys, activations, config.trainer.world_size)
+    return replace(settings, params=settings.params and config.rollout.name != "embedded")
+
+
+def critic_offload_of(config: Config) -> OffloadSettings:
+    """What of the critic rests in main memory."""
+    keys, activations = config.critic.fsdp_config, config.critic.model.enable_activation_offload
+    return offload_settings(keys, activations, config.trainer.world_size)
+
+
+def offload_settings(keys: FsdpConfig, activations: bool, world_size: int) -> OffloadSettings:
+    """What of a trained model rests in main memory. With FSDP2's own offloading, weights and optimizer are always
+    there."""
+    other = not (keys.offload_policy and world_size > 1)
+    return OffloadSettings(
+        optimizer=keys.optimizer_offload and other, params=keys.param_offload and other, activations=activations
     )
 
 

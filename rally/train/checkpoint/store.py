@@ -12,6 +12,7 @@ import functools
 import json
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +24,9 @@ import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
-from rally.train.checkpoint.snapshot import Part, json_part, model_part, state_part
+from rally.models.residence import on_device
+from rally.train.checkpoint.snapshot import Part, json_part, model_part
+from rally.train.checkpoint.state_shards import SHARDED, state_parts, wait_part, with_stored_tensors
 from rally.train.policy import Policy
 from rally.train.rank_messages import GatherState
 from rally.types import RallyError
@@ -131,8 +134,9 @@ class CheckpointStore:
         In the background, everything has been copied when this returns, and the previous checkpoint is complete.
         """
         self.wait()
-        with policy.ranks.broadcast(GatherState(self.merged)):
-            own = policy_parts(policy, tokenizer, step, merged=self.merged)
+        with self._reported(step):
+            self._clear_work(step)
+        own = policy_parts(policy, tokenizer, step, self._gather(step))
         parts = [
             *own,
             *([_sampler_part(sampler_state)] if sampler_state else []),
@@ -143,6 +147,10 @@ class CheckpointStore:
         else:
             self._write(step, parts)
         return self._place(step)
+
+    def _gather(self, step: int) -> GatherState:
+        background = self._background is not None
+        return GatherState(self._work(step).absolute(), secrets.token_hex(8), self.merged, background)
 
     def check(self) -> None:
         """Raise if the checkpoint that is being written has failed."""
@@ -161,11 +169,24 @@ class CheckpointStore:
     def _place(self, step: int) -> Path:
         return self.folder / f"global_step_{step}"
 
+    def _work(self, step: int) -> Path:
+        """The folder in which the checkpoint is written. All ranks write there; rank 0 makes and renames it."""
+        return self.folder / f".writing_{self._place(step).name}_{os.getpid()}"
+
+    def _clear_work(self, step: int) -> None:
+        shutil.rmtree(self._work(step), ignore_errors=True)
+        self._work(step).mkdir(parents=True)
+
     def _write(self, step: int, parts: Sequence[Part]) -> None:
-        try:
+        with self._reported(step):
             self._write_parts(self._place(step), parts)
             self._point_at(step)
             self._drop_old(step)
+
+    @contextmanager
+    def _reported(self, step: int) -> Iterator[None]:
+        try:
+            yield
         except (OSError, SafetensorError) as problem:  # safetensors raises its own error for a full disk
             raise CheckpointError(
                 f"the checkpoint of step {step} cannot be written to {self.folder} ({problem}); free space or fix the "
@@ -173,9 +194,7 @@ class CheckpointStore:
             ) from problem
 
     def _write_parts(self, target: Path, parts: Sequence[Part]) -> None:
-        work = self.folder / f".writing_{target.name}_{os.getpid()}"
-        shutil.rmtree(work, ignore_errors=True)
-        work.mkdir(parents=True)
+        work = self._work(_step_of(target))
         side_by_side([functools.partial(part, work) for part in parts], "rally-part")
         seal(work)
         if target.exists():
@@ -243,10 +262,12 @@ class CheckpointStore:
                 shutil.rmtree(old.path / "critic", ignore_errors=True)  # including what a kill left behind
 
 
-def policy_parts(policy: Policy, tokenizer: PreTrainedTokenizerBase, step: int, *, merged: bool) -> list[Part]:
-    """The policy's weights and its training state."""
-    model = model_part("actor", policy.model, tokenizer, merged=merged)
-    return [model, state_part("trainer.pt", {"step": step, **policy.state()})]
+def policy_parts(policy: Policy, tokenizer: PreTrainedTokenizerBase, step: int, message: GatherState) -> list[Part]:
+    """The policy's weights and its training state, and a part that waits for the shards of other ranks."""
+    with policy.ranks.broadcast(message), on_device(policy.model):
+        model = model_part("actor", policy.model, tokenizer, merged=message.merged)
+        states = state_parts(STATE, policy, step=step)
+    return [model, *states, wait_part(message, policy.ranks)]
 
 
 def open_checkpoint(path: Path, *, contents: bool = True) -> Checkpoint:
@@ -270,14 +291,19 @@ def _flaw(path: Path, *, contents: bool = True) -> str | None:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """A file of `state_part`, memory-mapped. CheckpointError if it is not one."""
+    """A file of `state_parts`, with the shards beside it, memory-mapped. CheckpointError if it is not one."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except UNREADABLE as problem:
         raise unreadable(path, problem) from problem
     if not isinstance(state, dict):
         raise unreadable(path, ValueError(f"it holds a {type(state).__name__} instead of a training state"))
-    return state
+    if SHARDED not in state:
+        return state
+    try:
+        return with_stored_tensors(state, path)
+    except (*UNREADABLE, SafetensorError) as problem:
+        raise unreadable(path, problem) from problem
 
 
 def unreadable(path: Path, problem: Exception) -> CheckpointError:

@@ -39,6 +39,7 @@ from rally.models.decoder_families import (
 from rally.models.forward_variables import checkpoint_contexts
 from rally.models.kernels.dispatch import has_triton
 from rally.models.lora import linear
+from rally.models.residence import device_of
 from rally.models.routing import over_tokens
 from rally.models.sharding import ranks_of
 from rally.models.state_layers import BranchContext, holds_state
@@ -295,7 +296,7 @@ def _can_fuse(model: PreTrainedModel) -> bool:
     unsharded = ranks_of(model).world_size == 1  # FSDP gathers a layer's weights only while the layer itself is called
     if not (unsharded and has_triton() and known(model)):
         return False
-    return fits_one_call(torch.empty((0, 1, kv_shape(model).size), dtype=model.dtype, device=model.device))
+    return fits_one_call(torch.empty((0, 1, kv_shape(model).size), dtype=model.dtype, device=device_of(model)))
 
 
 def fused_hidden(

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from rally.models.residence import device_of
 from rally.models.routing import ExpertRouter, Routing, fitting, routers_of
 from rally.models.sharding import ranks_of
 from rally.train.forward.logprobs import token_logprobs
@@ -35,7 +36,7 @@ def recorded_rows(
     layers, experts = len(routers := routers_of(model)), routers[0].chosen
     mine = [torch.zeros(0)]
     for part in share_of(ranks, rounds):
-        packed, routing = pack(part.rows, model.device), Routing(record=True)
+        packed, routing = pack(part.rows, device_of(model)), Routing(record=True)
         token_logprobs(model, packed, temperature, routing=routing)
         routes_TLk = routing.recorded(len(packed.ids_T)).cpu().numpy()
         if part.counts:

@@ -85,6 +85,18 @@ class GatherWeights(Message):
 
 
 @dataclass(frozen=True)
+class StartEngine(Message):
+    """Start an engine over a copy of the policy in every rank."""
+
+
+@dataclass(frozen=True)
+class PublishWeights(Message):
+    """Copy the policy's weights into the engine of every rank; what it samples from then on has this version."""
+
+    version: int
+
+
+@dataclass(frozen=True)
 class GatherState(Message):
     """Gather what a checkpoint stores of the policy; `merged`: also the full model beside its adapters."""
 

@@ -1,4 +1,4 @@
-"""Checks for runs on several GPUs, and the rollout servers that such a run uses. Each problem is one sentence."""
+"""Checks for runs on several GPUs. Each problem is one sentence."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ SINGLE_GPU_ONLY = {
     f"{ACTOR}.fsdp_config.optimizer_offload": "an optimizer in main memory",
     "critic.fsdp_config.optimizer_offload": "an optimizer in main memory",
     f"{REF}.fsdp_config.param_offload": "a reference model in main memory",
-    "trainer.val_only": "validation without training",
     "actor_rollout_ref.model.target_parameters": "LoRA on experts",
 }
 """Keys that are supported on one GPU only, with a name of the feature."""
@@ -29,22 +28,6 @@ SFT_SINGLE_GPU_ONLY = {
     "model.fsdp_config.optimizer_offload": "an optimizer in main memory",
     "model.target_parameters": "LoRA on experts",
 }
-
-
-def with_rollout_servers(config: Config) -> Config:
-    """The configuration with the engine that the run really uses.
-
-    A sharded policy cannot generate, so on several GPUs the embedded engine is replaced by servers of Rally's own: one
-    per GPU, unless data_parallel_size is set.
-    """
-    count, rollout = config.trainer.world_size, config.rollout
-    if count == 1 or rollout.name != "embedded":
-        return config
-    fixed = config.trainer.device == "cpu" or "data_parallel_size" in rollout.model_fields_set
-    servers = rollout.data_parallel_size if fixed else count
-    changed = rollout.model_copy(update={"name": "rally", "data_parallel_size": servers})
-    parts = config.actor_rollout_ref.model_copy(update={"rollout": changed})
-    return config.model_copy(update={"actor_rollout_ref": parts})
 
 
 def multi_gpu(config: Config) -> Iterator[str]:
@@ -59,6 +42,9 @@ def multi_gpu(config: Config) -> Iterator[str]:
     yield from _ambiguous_sizes(config, TOTAL_SIZES, count)
     yield from _fsdp_sizes(config, (ACTOR, REF, "critic"), count)
     yield from _reshard_keys(config)
+    if config.samples_in_ranks and config.rollout.enable_rollout_routing_replay:
+        problem = f"{ROLLOUT}.enable_rollout_routing_replay=true: the engines of several ranks return no expert choices"
+        yield f"{problem}; set {ROLLOUT}.name=vllm or sglang, or {ACTOR}.router_replay.mode=R2 and leave it out."
     if config.rollout.checkpoint_engine.backend == "ipc":
         problem = f"{ROLLOUT}.checkpoint_engine.backend=ipc works on one GPU only"
         yield f"{problem}; leave it out, or set {COUNT}=1."
@@ -109,5 +95,3 @@ def _fsdp_sizes(config: Root, sections: Sequence[str], count: int) -> Iterator[s
         if size not in (-1, count):
             yield f"{section}.fsdp_config.fsdp_size={size} must be -1 or {count}, the number of GPUs; leave it out."
 
-
-served = with_rollout_servers  # the name that earlier documentation used

@@ -245,7 +245,7 @@ def pool_of(config: Config, engine: RemoteEngine, nodes: RunNodes) -> LoopWorker
         max_jobs=max(MIN_JOBS, -(-2 * running // count)),
         plan={
             "config": config.model_dump(mode="json"),
-            "server_kind": rollout.server_kind,
+            "server_kind": engine.servers[0].api.name,
             "client": client,
             "router": vars(share),
             "max_model_len": engine.max_model_len,

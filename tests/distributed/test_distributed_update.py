@@ -62,6 +62,13 @@ def test_two_ranks_make_the_update_of_one(pair: Pair, name: str) -> None:
     assert_same_shape(alone.state, both.state)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_every_rank_gets_the_bits_of_the_policy(pair: Pair, name: str) -> None:
+    for policy_X, ranks_X in pair.results[name].copies:
+        assert len(ranks_X) == 2
+        assert all(torch.equal(rank_X, policy_X) for rank_X in ranks_X)
+
+
 def assert_same_shape(one: Any, two: Any) -> None:
     """The state for a checkpoint is complete, under the same names."""
     assert type(one) is type(two)

@@ -1,7 +1,7 @@
 """Training over several processes, each with its shard of the weights, on this machine or on nodes of a Ray cluster.
 
-`train`, `evaluate` and `sft` are `rally train`, `rally eval` and `rally sft` over `trainer.nnodes * n_gpus_per_node` GPUs, or processes on the
-CPU. The calling process is rank 0. They must be called from the main thread.
+`train`, `evaluate` and `sft` are `rally train`, `rally eval` and `rally sft` over `trainer.nnodes * n_gpus_per_node`
+GPUs, or processes on the CPU. The calling process is rank 0. They must be called from the main thread.
 """
 
 from __future__ import annotations
@@ -66,6 +66,8 @@ def _ranks(config: Config, console: RunConsole) -> Iterator[tuple[Ranks, RunNode
         if config.trainer.world_size == 1:
             yield ALONE, nodes
             return
+        if config.samples_in_ranks:
+            console.note(f"each of the {config.trainer.world_size} ranks samples from a copy of the policy")
         seconds = float(config.actor_rollout_ref.nccl_timeout)
         with Controller(_settings(config.trainer, config.actor.fsdp_config, seconds, nodes.trainer)) as controller:
             yield controller, nodes

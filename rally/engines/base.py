@@ -38,8 +38,8 @@ class UtilizationClock:
 
 
 NO_GRAMMAR = (
-    "response_format, tool_choice and parallel_tool_calls need the embedded engine on one GPU: rollout servers, and the "
-    "engines of several ranks, do not return which tokens were allowed, so training would see another distribution; "
+    "response_format, tool_choice and parallel_tool_calls need the embedded engine on one GPU: rollout servers and "
+    "engines of several ranks do not return which tokens were allowed, so training would see another distribution; "
     "set rollout.name=embedded and trainer.n_gpus_per_node=1, or leave them out"
 )
 NO_IMAGES = (

@@ -165,7 +165,7 @@ def gathered(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int = BUCKET_B
         if (dim := _shard_dim(value)) is None:  # laid out in another way
             yield name, value.full_tensor().detach()
             continue
-        piece = _Piece(name, value.detach(), value.device_mesh.get_group(dim))
+        piece = _Piece(name, value, value.device_mesh.get_group(dim))
         if bucket and (not piece.fits(bucket[0]) or sum(one.bytes for one in (*bucket, piece)) > bucket_bytes):
             yield from _gather_bucket(bucket)
             bucket = []
@@ -201,7 +201,7 @@ class _Piece(NamedTuple):
 
     def padded(self) -> Tensor:
         """This rank's part, flat, with the size of the largest."""
-        local = self.value.to_local().reshape(-1)
+        local = self.value.to_local().detach().reshape(-1)
         return torch.nn.functional.pad(local, (0, self.chunk.numel() - local.numel()))
 
 

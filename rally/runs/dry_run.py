@@ -100,7 +100,8 @@ def _engine_rows(config: Config, model: PreTrainedModel, width: int) -> list[lis
         return [["engine", f"{config.rollout.name}, in separate processes"]]
     settings = build.engine_settings_of(config)
     plan = plan_memory(model, settings)
-    copy = [["copy of the policy for its engine, in each rank", shown_bytes(sum(p.numel() for p in model.parameters()) * width)]]
+    size = sum(parameter.numel() for parameter in model.parameters()) * width
+    copy = [["copy of the policy for the engine of each rank", shown_bytes(size)]]
     return [
         *(copy if config.samples_in_ranks else ()),
         ["KV cache", f"{shown_bytes(plan.kv_bytes)} for {plan.pages * settings.page_size:,} tokens"],

@@ -94,4 +94,3 @@ def _fsdp_sizes(config: Root, sections: Sequence[str], count: int) -> Iterator[s
         size = look_up(config, f"{section}.fsdp_config.fsdp_size")
         if size not in (-1, count):
             yield f"{section}.fsdp_config.fsdp_size={size} must be -1 or {count}, the number of GPUs; leave it out."
-

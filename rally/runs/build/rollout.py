@@ -235,7 +235,7 @@ def scores_in_workers(config: Config) -> bool:
 
 def pool_of(config: Config, engine: RemoteEngine, nodes: RunNodes) -> LoopWorkerPool:
     """The loop workers of a run, over all its nodes."""
-    rollout, count = config.rollout, config.rollout.agent.num_workers
+    count = config.rollout.agent.num_workers
     router = engine.settings.router
     running = len(engine.servers) * router.max_in_flight
     share = replace(router, max_in_flight=-(-router.max_in_flight // count))

@@ -20,8 +20,8 @@ from rally.nodes import THIS_MACHINE, RunNodes
 from rally.runs.build.data import sampler_of
 from rally.runs.build.engines import engine_of, samples_during_update
 from rally.runs.build.models import RunPlan
-from rally.runs.build.rank_engines import rank_engines_of
 from rally.runs.build.policy_and_critic import critic_of, kl_control_of, policy_of, reference_of, teachers_of
+from rally.runs.build.rank_engines import rank_engines_of
 from rally.runs.build.rollout import rollout_of, sampling_of, validation_passes
 from rally.runs.build.run_inputs import RunError, RunInputs
 from rally.runs.build.tracking import exporter_paused, extra_folders_of, sinks_of, trace_of

@@ -10,6 +10,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 from rally.config import Config, SftConfig
@@ -24,6 +25,7 @@ from rally.runs import sft as sft_run
 from rally.runs import train as run
 from rally.runs.build.run_inputs import RunOutcome
 from rally.track import RunConsole
+from rally.types import RallyError
 
 __all__ = ["evaluate", "sft", "train"]
 
@@ -67,10 +69,20 @@ def _ranks(config: Config, console: RunConsole) -> Iterator[tuple[Ranks, RunNode
             yield ALONE, nodes
             return
         if config.samples_in_ranks:
+            _check_packages(config.trainer)
             console.note(f"each of the {config.trainer.world_size} ranks samples from a copy of the policy")
         seconds = float(config.actor_rollout_ref.nccl_timeout)
         with Controller(_settings(config.trainer, config.actor.fsdp_config, seconds, nodes.trainer)) as controller:
             yield controller, nodes
+
+
+def _check_packages(trainer: RunConfig) -> None:
+    """RallyError if the engines of the ranks cannot be served or asked, before anything is loaded."""
+    if missing := [name for name in ("aiohttp", "starlette", "uvicorn") if find_spec(name) is None]:
+        raise RallyError(
+            f"engines in {trainer.world_size} ranks need the package {missing[0]}; run: pip install "
+            "'rally-rl[servers,services]'"
+        )
 
 
 def _settings(trainer: RunConfig, fsdp: FsdpConfig, seconds: float, nodes: Sequence[Node]) -> ControllerSettings:

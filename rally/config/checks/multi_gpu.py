@@ -94,3 +94,9 @@ def _fsdp_sizes(config: Root, sections: Sequence[str], count: int) -> Iterator[s
         size = look_up(config, f"{section}.fsdp_config.fsdp_size")
         if size not in (-1, count):
             yield f"{section}.fsdp_config.fsdp_size={size} must be -1 or {count}, the number of GPUs; leave it out."
+
+
+def served(config: Config) -> Config:
+    """The configuration with the engine that the run uses: the configured one. Earlier documentation named this function,
+    when a run on several GPUs replaced the embedded engine by servers."""
+    return config

@@ -97,6 +97,6 @@ def _fsdp_sizes(config: Root, sections: Sequence[str], count: int) -> Iterator[s
 
 
 def served(config: Config) -> Config:
-    """The configuration with the engine that the run uses: the configured one. Earlier documentation named this function,
-    when a run on several GPUs replaced the embedded engine by servers."""
+    """The configuration with the engine that the run uses: the configured one. Earlier documentation named this
+    function, when a run on several GPUs replaced the embedded engine by servers."""
     return config

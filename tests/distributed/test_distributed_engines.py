@@ -21,7 +21,8 @@ from rally.chat import tiny_tokenizer
 from rally.distributed import evaluate, train
 from rally.distributed.controller import Controller, LostRank
 from rally.engines import EmbeddedEngine, EngineSettings
-from rally.engines.remote.client import ServerReplica
+from rally.engines.remote import ClientSettings, GatheredWeights, Rally, RankReplica, ServerReplica, WeightFiles
+from rally.engines.remote.server_api import InFlight
 from rally.models.sharding import Message
 from rally.runs.build.rank_engines import RankEngine
 from rally.track import RunFolder
@@ -238,6 +239,33 @@ def test_an_engine_of_a_rank_makes_no_step_while_a_message_runs(hosted: Hosted, 
         assert hosted.rank.engine.core.steps == before and not answers
     client.join()
     assert answers[0]["spans"][0][0] == (7 if isinstance(message, PublishWeights) else 0)
+
+
+async def test_ranks_get_weights_together_and_servers_that_joined_get_files(tmp_path: Path) -> None:
+    published: list[int] = []
+    written: list[Path] = []
+    loaded: list[str] = []
+
+    class Joined(ServerReplica):
+        async def load(self, source: Any, version: int, in_flight: InFlight) -> None:
+            loaded.append(Path(source).name)
+
+    def write(folder: Path) -> None:
+        folder.mkdir()
+        written.append(folder)
+
+    weights = GatheredWeights(published.append, WeightFiles(write, tmp_path))
+    ranks = [RankReplica(rank, "http://127.0.0.1:1", ClientSettings(), "t") for rank in range(2)]
+    for version in (4, 5):
+        await weights.stage(version)
+        for rank in ranks:
+            await weights.send(rank, "keep")
+        assert {(rank.version, rank.serving) for rank in ranks} == {(version, True)} and not written
+    for _ in range(2):
+        await weights.send(Joined("http://127.0.0.1:1", Rally()), "keep")
+    assert published == [4, 5] and loaded == ["5", "5"] and len(written) == 1, "files are written once, when needed"
+    weights.close()
+    assert not list(tmp_path.iterdir())
 
 
 async def test_an_isolated_engine_computes_the_same_bits_in_any_company() -> None:

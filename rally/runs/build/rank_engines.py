@@ -136,7 +136,7 @@ def rank_engines_of(
             in_flight=config.rollout.in_flight,
             router=router_settings_of(config),
         ),
-        joining_of(config, model, inputs.codec.decode),
+        None if config.rollout.deterministic else joining_of(config, model, inputs.codec.decode),
     )
 
 

@@ -197,11 +197,13 @@ class _Piece(NamedTuple):
         return self.value.numel() * self.value.element_size()
 
     def fits(self, other: _Piece) -> bool:
-        return self.value.dtype == other.value.dtype and self.group is other.group
+        return self.value.dtype == other.value.dtype and self.group.group_name == other.group.group_name
 
     def padded(self) -> Tensor:
         """This rank's part, flat, with the size of the largest."""
         local = self.value.to_local().detach().reshape(-1)
+        if local.device.type != self.value.device_mesh.device_type:  # offloaded to main memory
+            local = local.to(self.value.device_mesh.device_type)
         return torch.nn.functional.pad(local, (0, self.chunk.numel() - local.numel()))
 
 

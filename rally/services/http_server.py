@@ -101,6 +101,7 @@ class ServerThread:
 
         self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         self._socket.bind((host, 0))
+        self._socket.listen()  # clients that connect before the thread has started wait for it
         self.port = int(self._socket.getsockname()[1])
         config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=GRACE_SECONDS, **options)
         self._server = uvicorn.Server(config)

@@ -18,7 +18,7 @@ def evaluate(args: ConfigArgs = None, recipe: RecipeName = None) -> None:
     path, overrides = split_config_args(args)
     config = load_config(recipe_path(recipe, path, "train"), overrides, note=quiet_console().note)
     console = quiet_console()
-    from rally.runs.evaluate import evaluate as run
+    from rally.distributed import evaluate as run
 
     outcome = run(config, console)
     rows = [[name, f"{value:.4f}"] for name, value in sorted(outcome.metrics.items()) if name.startswith("val-")]

@@ -118,8 +118,8 @@ class AgentConfig(Section):
     """A YAML list of agent loops: name, _target_ (the class) and options of its __init__."""
 
     num_workers: Count = 1
-    """With rollout servers: processes that play and score episodes, over all nodes (docs/cluster.md). 1 plays them in
-    the process of rank 0. It also multiplies trace.max_samples_per_step_per_worker."""
+    """With rollout servers or several GPUs: processes that play and score episodes, over all nodes (docs/cluster.md). 1
+    plays them in the process of rank 0. It also multiplies trace.max_samples_per_step_per_worker."""
     agent_loop_manager_class: str | None = None
     custom_async_server: CustomServer = CustomServer()
 
@@ -262,7 +262,7 @@ class RolloutConfig(LogProbKeys):
     enable_sleep_mode: bool = True
     """The same as free_cache_engine. false in either keeps the memory."""
     deterministic: bool = False
-    """Make two runs of the same command equal bit by bit. On a GPU rollout and training then also compute identical
+    """Make two runs of the same command equal bit by bit. On one GPU rollout and training then also compute identical
     log-probabilities."""
     ignore_eos: bool = False
     """Do not stop a turn at its end-of-turn token."""
@@ -319,7 +319,7 @@ class RolloutConfig(LogProbKeys):
     enable_chunked_prefill: Annotated[bool, Only(True, because="prefill is always chunked")] = True
     enable_prefix_caching: Annotated[bool, Only(True, because="prefixes are always cached")] = True
     layered_summon: bool = False
-    """Accepted and has no effect: weights are always gathered one tensor at a time."""
+    """Accepted and has no effect: weights are always gathered in buckets of bounded size."""
     load_format: Literal["dummy", "auto", "hf", "safetensors"] = "dummy"
     """Accepted and has no effect: engines always start from the trainer's weights."""
     logprobs_mode: Annotated[
@@ -337,7 +337,7 @@ class RolloutConfig(LogProbKeys):
     tensor_model_parallel_size: Count = 1
     """GPUs that each launched server shards the model over."""
     data_parallel_size: Count = 1
-    """The number of servers to launch. If it is not set, a run on several GPUs launches one per GPU."""
+    """The number of servers to launch."""
     expert_parallel_size: Count = 1
     pipeline_model_parallel_size: Count = 1
     repetition_penalty: Positive = 1.0

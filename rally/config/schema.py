@@ -115,9 +115,15 @@ class Config(Root):
         return self.actor_rollout_ref.rollout
 
     @property
+    def samples_in_ranks(self) -> bool:
+        """Whether every rank of several samples with an engine of its own."""
+        return self.rollout.name == "embedded" and self.trainer.world_size > 1 and not self.asynchronous
+
+    @property
     def uses_loop_workers(self) -> bool:
         """Whether episodes are played by processes of their own."""
-        return self.rollout.agent.num_workers > 1 and self.rollout.name != "embedded"
+        served = self.rollout.name != "embedded" or self.samples_in_ranks
+        return self.rollout.agent.num_workers > 1 and served
 
     @property
     def asynchronous(self) -> bool:

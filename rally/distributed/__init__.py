@@ -1,7 +1,7 @@
 """Training over several processes, each with its shard of the weights, on this machine or on nodes of a Ray cluster.
 
-`train` and `sft` are `rally train` and `rally sft` over `trainer.nnodes * n_gpus_per_node` GPUs, or processes on the
-CPU. The calling process is rank 0. They must be called from the main thread.
+`train`, `evaluate` and `sft` are `rally train`, `rally eval` and `rally sft` over `trainer.nnodes * n_gpus_per_node`
+GPUs, or processes on the CPU. The calling process is rank 0. They must be called from the main thread.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 from rally.config import Config, SftConfig
@@ -18,14 +19,17 @@ from rally.config.checks.multi_gpu import with_rollout_servers
 from rally.config.trainer import RayKwargs, RunConfig
 from rally.distributed.controller import Controller, ControllerSettings
 from rally.models.load import pick_device
+from rally.models.sharding import ALONE, Ranks
 from rally.nodes import THIS_MACHINE, Node, NodeRequest, RayCluster, RaySettings, RunNodes
 from rally.platforms import CUDA, platform_of
+from rally.runs import evaluate as evaluation
 from rally.runs import sft as sft_run
 from rally.runs import train as run
 from rally.runs.build.run_inputs import RunOutcome
 from rally.track import RunConsole
+from rally.types import RallyError
 
-__all__ = ["sft", "train"]
+__all__ = ["evaluate", "sft", "train"]
 
 SFT_TIMEOUT_SECONDS = 600.0
 
@@ -35,20 +39,19 @@ def train(config: Config, console: RunConsole | None = None) -> RunOutcome:
     console = console or RunConsole()
     configured, config = config.rollout.name, with_rollout_servers(config)
     if config.rollout.name != configured:
-        ranks = config.trainer.world_size
-        sharded = f"the policy is sharded over {ranks} ranks and cannot generate"
-        why = sharded if ranks > 1 else "separate_async samples on servers"
         console.note(
-            f"{why}, so Rally starts its own servers "
+            f"{config.trainer.v1.trainer_mode} samples on servers, so Rally starts its own "
             f"(rollout.name=rally rollout.data_parallel_size={config.rollout.data_parallel_size})"
         )
-    rollout = config.rollout
-    with _nodes(config.trainer, config.ray_kwargs, console, rollout.nnodes, rollout.n_gpus_per_node or 0) as nodes:
-        if config.trainer.world_size == 1:
-            return run.train(config, console, nodes=nodes)
-        seconds = float(config.actor_rollout_ref.nccl_timeout)
-        with Controller(_settings(config.trainer, config.actor.fsdp_config, seconds, nodes.trainer)) as controller:
-            return run.train(config, console, controller, nodes)
+    with _ranks(config, console) as (ranks, nodes):
+        return run.train(config, console, ranks, nodes)
+
+
+def evaluate(config: Config, console: RunConsole | None = None) -> RunOutcome:
+    """Validate as configured, over trainer.nnodes * n_gpus_per_node processes of which this is one."""
+    console = console or RunConsole()
+    with _ranks(config, console) as (ranks, nodes):
+        return evaluation.evaluate(config, console, ranks, nodes)
 
 
 def sft(config: SftConfig, console: RunConsole | None = None) -> RunOutcome:
@@ -63,6 +66,31 @@ def sft(config: SftConfig, console: RunConsole | None = None) -> RunOutcome:
         ) as controller,
     ):
         return sft_run.sft(config, console, controller)
+
+
+@contextmanager
+def _ranks(config: Config, console: RunConsole) -> Iterator[tuple[Ranks, RunNodes]]:
+    """The ranks and the nodes of a run."""
+    rollout = config.rollout
+    with _nodes(config.trainer, config.ray_kwargs, console, rollout.nnodes, rollout.n_gpus_per_node or 0) as nodes:
+        if config.trainer.world_size == 1:
+            yield ALONE, nodes
+            return
+        if config.samples_in_ranks:
+            _check_packages(config.trainer)
+            console.note(f"each of the {config.trainer.world_size} ranks samples from a copy of the policy")
+        seconds = float(config.actor_rollout_ref.nccl_timeout)
+        with Controller(_settings(config.trainer, config.actor.fsdp_config, seconds, nodes.trainer)) as controller:
+            yield controller, nodes
+
+
+def _check_packages(trainer: RunConfig) -> None:
+    """RallyError if the engines of the ranks cannot be served or asked, before anything is loaded."""
+    if missing := [name for name in ("aiohttp", "starlette", "uvicorn") if find_spec(name) is None]:
+        raise RallyError(
+            f"engines in {trainer.world_size} ranks need the package {missing[0]}; run: pip install "
+            "'rally-rl[servers,services]'"
+        )
 
 
 def _settings(trainer: RunConfig, fsdp: FsdpConfig, seconds: float, nodes: Sequence[Node]) -> ControllerSettings:

@@ -32,7 +32,7 @@ from rally.distributed.process_group import (
     host_store,
     new_secret,
 )
-from rally.models.sharding import M, Message
+from rally.models.sharding import HostedEngine, M, Message
 from rally.nodes import LOCAL, Node, NodeError, NodeProcess
 from rally.platforms import PLATFORMS
 from rally.train.rank_messages import Shutdown
@@ -95,6 +95,17 @@ class Controller:
     def world_size(self) -> int:
         return self.settings.world_size
 
+    @property
+    def address(self) -> str:
+        return self._group.address
+
+    @property
+    def token(self) -> str:
+        return self._group.token
+
+    def host(self, engine: HostedEngine) -> None:
+        self._group.hosted = engine
+
     def __enter__(self) -> Controller:
         return self
 
@@ -103,6 +114,7 @@ class Controller:
     ) -> None:
         self._stopping.set()
         if self._joined_group is not None:
+            self._joined_group.close_engine()
             self._leave(self._joined_group)
         asyncio.run(_stop(self.workers))
         shutil.rmtree(self._home, ignore_errors=True)
@@ -157,8 +169,9 @@ class Controller:
     def broadcast(self, message: Message) -> Iterator[None]:
         with self._computation():
             self._group.send(message)
-            yield
-            self._group.reshard()
+            with self._group.during(message):
+                yield
+                self._group.reshard()
 
     def scatter(self, messages: Sequence[M]) -> M:
         return self._group.scatter(messages)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,10 @@ from rally.train.rank_messages import (
     GatherCritic,
     GatherState,
     GatherWeights,
+    PublishWeights,
     SftStep,
     Shutdown,
+    StartEngine,
     UpdateCritic,
     UpdatePolicy,
 )
@@ -45,9 +47,9 @@ Array = np.ndarray[Any, np.dtype[Any]]
 PER_EPISODE = ("rewards_N", "groups_N", "tokens_N")
 SCHEMAS: dict[str, type[Config | SftConfig]] = {"Config": Config, "SftConfig": SftConfig}
 BATCHES: dict[str, type[UpdatePolicy | UpdateCritic]] = {"UpdatePolicy": UpdatePolicy, "UpdateCritic": UpdateCritic}
-EMPTY: dict[str, type[ComputeReference | ComputeValues | ComputeLoss | GatherWeights | GatherCritic | Shutdown]] = {
+EMPTY: dict[str, Callable[[], Message]] = {
     kind.__name__: kind
-    for kind in (ComputeReference, ComputeValues, ComputeLoss, GatherWeights, GatherCritic, Shutdown)
+    for kind in (ComputeReference, ComputeValues, ComputeLoss, GatherWeights, GatherCritic, StartEngine, Shutdown)
 }
 
 
@@ -79,6 +81,8 @@ def encode(message: Message) -> bytearray:
             header["ids"] = list(ids)
         case GatherState(folder, ticket, merged, background):
             header |= {"folder": str(folder), "ticket": ticket, "merged": merged, "background": background}
+        case PublishWeights(version):
+            header["version"] = version
     text = json.dumps(header).encode()
     return bytearray().join((len(text).to_bytes(8, "big"), text, save(arrays)))
 
@@ -107,6 +111,8 @@ def decode(content: bytes | bytearray | memoryview) -> Message:
         return ComputePlain(rows_of_arrays(arrays), header["temperature"])
     if kind == "ComputeLogits":
         return ComputeLogits(header["ids"])
+    if kind == "PublishWeights":
+        return PublishWeights(header["version"])
     if kind == "GatherState":
         return GatherState(Path(header["folder"]), header["ticket"], header["merged"], header["background"])
     return EMPTY[kind]()

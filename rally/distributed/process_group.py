@@ -19,7 +19,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import MethodType
@@ -42,7 +42,7 @@ from transformers import PreTrainedModel
 from rally.distributed.message_encoding import decode, encode
 from rally.models import attention
 from rally.models.residence import DEVICE_ATTRIBUTE
-from rally.models.sharding import RANKS_ATTRIBUTE, M, Message
+from rally.models.sharding import RANKS_ATTRIBUTE, HostedEngine, M, Message
 from rally.platforms import PLATFORMS
 from rally.train.value_model import HEAD
 from rally.types import RallyError
@@ -105,6 +105,9 @@ class ProcessGroup:
     ) -> None:
         self.rank, self.world_size, self.device = rank, world_size, device
         self._local_rank = rendezvous.local_rank
+        self.address = rendezvous.address
+        self.token = hmac.digest(rendezvous.secret.encode(), b"engines of the ranks", "sha256").hex()
+        self.hosted: HostedEngine | None = None
         interface = interface_of(rendezvous.address)
         platform = PLATFORMS.get(device)
         if platform is not None:
@@ -137,6 +140,10 @@ class ProcessGroup:
             dist.all_gather(gathered, proofs[self.rank].clone(), group=group)
             if not all(map(torch.equal, gathered, proofs)):
                 raise RallyError("a process that is not a rank of this run has joined its process group; the run stops")
+
+    def during(self, message: Message) -> AbstractContextManager[None]:
+        """A context in which this rank's engine, if it has one, leaves the device to the computation of a message."""
+        return nullcontext() if self.hosted is None else self.hosted.during(message)
 
     def send(self, message: Message) -> None:
         """Send from rank 0 to all others, each of which must call `receive`."""
@@ -227,6 +234,11 @@ class ProcessGroup:
         still have to gather, and their collectives would not match."""
         for module in self._sharded:
             module.reshard()
+
+    def close_engine(self) -> None:
+        if self.hosted is not None:
+            self.hosted.close()
+            self.hosted = None
 
     def leave(self) -> None:
         """Destroy the group. All ranks must do so together: with NCCL, one may wait forever for those that are gone."""

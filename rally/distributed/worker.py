@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -21,12 +22,13 @@ from rally.config import SftConfig
 from rally.distributed.controller import ready_key
 from rally.distributed.process_group import SECRET_VARIABLE, ProcessGroup, Rendezvous
 from rally.models.residence import on_device
-from rally.models.sharding import M, Message, model_state
+from rally.models.sharding import HostedEngine, M, Message, model_state
 from rally.platforms import empty_cache
 from rally.runs import build
 from rally.runs.build.engines import logits_of
 from rally.runs.build.models import RunPlan
 from rally.runs.build.policy_and_critic import critic_of, policy_of
+from rally.runs.build.rank_engines import RankEngine, StartedEngines, start_engine
 from rally.runs.sft import sft_policy_of, sft_settings_of
 from rally.sft.training import SftSettings, sft_loss, sft_step
 from rally.train.checkpoint.snapshot import Part, copied_weights
@@ -44,8 +46,10 @@ from rally.train.rank_messages import (
     GatherCritic,
     GatherState,
     GatherWeights,
+    PublishWeights,
     SftStep,
     Shutdown,
+    StartEngine,
     UpdateCritic,
     UpdatePolicy,
 )
@@ -70,6 +74,17 @@ class Worker:
     @property
     def world_size(self) -> int:
         return self._group.world_size
+
+    @property
+    def address(self) -> str:
+        return self._group.address
+
+    @property
+    def token(self) -> str:
+        return self._group.token
+
+    def host(self, engine: HostedEngine) -> None:
+        self._group.hosted = engine
 
     def start(self, plan: Message) -> None:
         """The worker is running: it has received this plan."""
@@ -104,7 +119,7 @@ class Worker:
 CRITIC_MESSAGES = (ComputeValues, UpdateCritic, GatherCritic)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Executor:
     """The parts of a run on this rank, and the computation for each message."""
 
@@ -113,6 +128,8 @@ class Executor:
     reference: Reference | None = None
     critic: Critic | None = None
     teachers: Teachers | None = None
+    start_engine: Callable[[], StartedEngines] | None = None
+    engine: RankEngine | None = None
     copied_critic: list[Part] = field(default_factory=list)  # the critic's shards, until a message says where to write
 
     def execute(self, message: Message) -> None:
@@ -155,6 +172,12 @@ class Executor:
                 detached_plain(policy.model, rows, temperature)
             case ComputeLogits(ids), _:
                 logits_of(policy.model, ids)
+            case StartEngine(), _:
+                assert self.start_engine is not None
+                self.engine, _ = self.start_engine()
+            case PublishWeights(), _:
+                assert self.engine is not None
+                self.engine.copy_weights(policy.model)
             case GatherWeights(), _:
                 model_state(policy.model)
             case GatherState() as save, _:
@@ -189,12 +212,16 @@ def executor_of(plan: RunPlan, group: ProcessGroup) -> Executor:
         return Executor(policy, sft_settings_of(config))
     ranks = Worker(group, reshard=config.actor.fsdp_config.reshard_after_forward)
     policy = policy_of(config, checkpoint, plan.steps, ranks)
+    start = partial(start_engine, config, policy.model, checkpoint.actor if checkpoint else None)
+    update = build.update_settings_of(config)
+    if not plan.steps:  # it only validates
+        return Executor(policy, update, start_engine=start)
     reference = build.reference_of(config, policy.model)
     critic = critic_of(config, checkpoint, plan.steps, ranks)
     teachers = build.teachers_of(config, policy.model)
     for learner in [policy, *([] if critic is None else [critic.learner])]:
         learner.rest()
-    return Executor(policy, build.update_settings_of(config), reference, critic, teachers)
+    return Executor(policy, update, reference, critic, teachers, start)
 
 
 def main(rank: int, world_size: int, rendezvous: Rendezvous, device: str, seconds: float) -> None:
@@ -206,7 +233,9 @@ def main(rank: int, world_size: int, rendezvous: Rendezvous, device: str, second
     executor = executor_of(plan, group)
     while not isinstance(message := group.receive(), Shutdown):
         assert not isinstance(message, RunPlan), "there is one plan"
-        executor.execute(message)
+        with group.during(message):
+            executor.execute(message)
+    group.close_engine()
     group.leave()
 
 

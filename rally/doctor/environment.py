@@ -15,7 +15,6 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from rally.config import Config
-from rally.config.checks.multi_gpu import with_rollout_servers
 from rally.doctor.check_context import DoctorCase, Finding
 from rally.engines.base import EngineError
 from rally.engines.remote.launched_server import probe_package
@@ -72,8 +71,11 @@ def needs(config: Config) -> Iterator[Need]:
         yield Need("peft", "lora", "actor_rollout_ref.model.lora_rank")
     if str(model.path).endswith(".gguf"):
         yield from (Need(name, "gguf", "a model in a .gguf file") for name in ("gguf", "accelerate"))
-    if (name := with_rollout_servers(config).rollout.name) != "embedded":
-        yield Need("aiohttp", "servers", f"actor_rollout_ref.rollout.name={name}")
+    if config.rollout.name != "embedded":
+        yield Need("aiohttp", "servers", f"actor_rollout_ref.rollout.name={config.rollout.name}")
+    if config.samples_in_ranks:
+        because = f"sampling in {config.trainer.world_size} ranks"
+        yield from (Need(*package, because) for package in (("aiohttp", "servers"), ("uvicorn", "services")))
     if config.reward_kwargs.get("equality") == "symbolic":
         yield Need("math-verify", "math", "reward_kwargs.equality=symbolic")
     for tracker in ("tensorboard", "mlflow", "wandb"):

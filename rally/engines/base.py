@@ -38,11 +38,14 @@ class UtilizationClock:
 
 
 NO_GRAMMAR = (
-    "response_format, tool_choice and parallel_tool_calls need the embedded engine: rollout servers do not return "
-    "which tokens were allowed, so training would see another distribution; set rollout.name=embedded, or leave them "
-    "out"
+    "response_format, tool_choice and parallel_tool_calls need the embedded engine on one GPU: rollout servers and "
+    "engines of several ranks do not return which tokens were allowed, so training would see another distribution; "
+    "set rollout.name=embedded and trainer.n_gpus_per_node=1, or leave them out"
 )
-NO_IMAGES = "the prompt contains images, and rollout servers accept only tokens; set rollout.name=embedded"
+NO_IMAGES = (
+    "the prompt contains images, and rollout servers, like the engines of several ranks, accept only tokens; set "
+    "rollout.name=embedded and trainer.n_gpus_per_node=1"
+)
 
 
 def first_stop(

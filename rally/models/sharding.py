@@ -9,18 +9,21 @@ Shapes: X any numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.utils import get_total_norm
 from transformers import PreTrainedModel
 
 RANKS_ATTRIBUTE = "rally_ranks"
+BUCKET_BYTES = 256 << 20
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name since torch 2.13
 T = TypeVar("T")
 
 
@@ -31,6 +34,16 @@ class Message:
 M = TypeVar("M", bound=Message)
 
 
+class HostedEngine(Protocol):
+    """An engine in the process of a rank. Either a message or the engine computes, never both."""
+
+    def during(self, message: Message) -> AbstractContextManager[None]:
+        """A context for the computation of a message, in which the engine makes no step."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class Ranks(Protocol):
     """The processes that hold a policy together, seen from one of them."""
 
@@ -39,6 +52,20 @@ class Ranks(Protocol):
 
     @property
     def world_size(self) -> int: ...
+
+    @property
+    def address(self) -> str:
+        """Where this rank may listen: loopback, or the address of its node."""
+        ...
+
+    @property
+    def token(self) -> str:
+        """A secret that all ranks of the run know, and nobody else: what their engines require of clients."""
+        ...
+
+    def host(self, engine: HostedEngine) -> None:
+        """From now on this rank has an engine. It pauses while a message runs, and is closed with the ranks."""
+        ...
 
     def start(self, plan: Message) -> None:
         """Start all ranks; each builds what the plan describes."""
@@ -83,6 +110,10 @@ class Alone:
     """A single process that holds everything."""
 
     rank, world_size = 0, 1
+    address, token = "127.0.0.1", ""
+
+    def host(self, engine: HostedEngine) -> None:
+        raise AssertionError("a single process generates with its own module")
 
     def start(self, plan: Message) -> None:
         """There are no other ranks to start."""
@@ -179,12 +210,95 @@ def _as_sharded(gradient: Tensor, like: Tensor) -> Tensor:
     )
 
 
+def gathered(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
+    """Whole tensors with their names, on every rank. All ranks must ask for the same ones, up to the last.
+
+    Sharded ones are gathered in buckets, one collective each. Beside the result a rank holds one bucket, of
+    `bucket_bytes` or one tensor that is larger. A tensor that is not sharded is returned as it is."""
+    bucket: list[_Piece] = []
+    for name, value in tensors:
+        if not isinstance(value, DTensor):
+            yield name, value
+            continue
+        if (dim := _shard_dim(value)) is None:  # laid out in another way
+            yield name, value.full_tensor().detach()
+            continue
+        piece = _Piece(name, value, value.device_mesh.get_group(dim))
+        if bucket and (not piece.fits(bucket[0]) or sum(one.bytes for one in (*bucket, piece)) > bucket_bytes):
+            yield from _gather_bucket(bucket)
+            bucket = []
+        bucket.append(piece)
+    if bucket:
+        yield from _gather_bucket(bucket)
+
+
+def _shard_dim(value: DTensor) -> int | None:
+    """The dimension of the mesh over which rows are divided; None if it is not exactly one."""
+    divided = [dim for dim, placement in enumerate(value.placements) if placement != Replicate()]
+    return divided[0] if len(divided) == 1 and value.placements[divided[0]] == Shard(0) else None
+
+
+class _Piece(NamedTuple):
+    """A tensor whose rows are divided among the ranks of a group, as torch.chunk does."""
+
+    name: str
+    value: DTensor
+    group: dist.ProcessGroup
+
+    @property
+    def chunk(self) -> torch.Size:
+        """The shape of the first rank's part, which is the largest."""
+        return torch.Size((-(-self.value.shape[0] // self.group.size()), *self.value.shape[1:]))
+
+    @property
+    def bytes(self) -> int:
+        return self.value.numel() * self.value.element_size()
+
+    def fits(self, other: _Piece) -> bool:
+        return self.value.dtype == other.value.dtype and self.group.group_name == other.group.group_name
+
+    def padded(self) -> Tensor:
+        """This rank's part, flat, with the size of the largest."""
+        local = self.value.to_local().detach().reshape(-1)
+        if local.device.type != self.value.device_mesh.device_type:  # offloaded to main memory
+            local = local.to(self.value.device_mesh.device_type)
+        return torch.nn.functional.pad(local, (0, self.chunk.numel() - local.numel()))
+
+
+def _gather_bucket(bucket: Sequence[_Piece]) -> Iterator[tuple[str, Tensor]]:
+    group, mine = bucket[0].group, torch.cat([piece.padded() for piece in bucket])
+    everyone = mine.new_empty(group.size(), mine.numel())
+    ALL_GATHER(everyone.view(-1), mine, group=group)
+    start = 0
+    for piece in bucket:
+        end = start + piece.chunk.numel()
+        whole = everyone[:, start:end].reshape(-1, *piece.chunk[1:])
+        if group.size() == 1:
+            whole = whole.clone()  # not a view into the bucket
+        yield piece.name, whole[: piece.value.shape[0]]
+        start = end
+
+
+@torch.no_grad()
+def copy_gathered(source: PreTrainedModel, target: PreTrainedModel, *, trained_only: bool) -> None:
+    """Copy the weights of a sharded module into a whole one of the same model, on every rank."""
+    into = dict(target.named_parameters())
+    weights = ((name, p) for name, p in source.named_parameters() if p.requires_grad or not trained_only)
+    for name, whole in gathered(weights):
+        into[name].copy_(whole)
+
+
 def model_state(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The weights by name; sharded ones are gathered one by one. Tied weights stay one tensor."""
+    """The weights by name, in main memory of rank 0 if they are sharded; the other ranks then get empty tensors. Tied
+    weights stay one tensor."""
     first: dict[int, str] = {}
     tied = {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
-    state: dict[str, Tensor] = {}
-    for name, value in model.state_dict().items():
-        known = tied.get(name, name)
-        state[name] = state[known] if known in state else full_tensor(value)
-    return state
+    stored = model.state_dict()
+    state = dict.fromkeys(stored, torch.empty(0))
+    for name, whole in gathered((name, value) for name, value in stored.items() if tied.get(name, name) == name):
+        part = stored[name]
+        if not isinstance(part, DTensor):
+            state[name] = whole
+        elif part.device_mesh.get_rank() == 0:
+            state[name] = whole.detach().cpu()
+    return {name: state[tied.get(name, name)] for name in stored}

@@ -10,7 +10,6 @@ from rich.text import Text
 from transformers import PreTrainedModel
 
 from rally.config import Config
-from rally.config.checks.multi_gpu import with_rollout_servers
 from rally.engines.embedded.memory_plan import plan_memory
 from rally.runs import build
 from rally.runs.build.rollout import scorer_of
@@ -26,7 +25,6 @@ from rally.types import Task
 def dry_run(config: Config, console: RunConsole) -> None:
     """Load everything that can fail before training, including the reward function, and print the plan."""
     config.require_training()
-    config = with_rollout_servers(config)
     inputs = read_inputs(config, console)
     asyncio.run(_load_reward(config))
     tasks = inputs.train_tasks or inputs.val_tasks
@@ -94,15 +92,18 @@ def _show_memory(config: Config, console: RunConsole) -> None:
     rows = [[cost.what, shown_bytes(cost.bytes)] for cost in costs]
     if (ranks := config.trainer.world_size) > 1:
         rows.append(["ranks", f"{ranks}, each with its shard of weights, gradients and optimizer states"])
-    console.table("memory plan", [*rows, *_engine_rows(config, model), ["device", str(model.device)]])
+    console.table("memory plan", [*rows, *_engine_rows(config, model, width), ["device", str(model.device)]])
 
 
-def _engine_rows(config: Config, model: PreTrainedModel) -> list[list[str]]:
+def _engine_rows(config: Config, model: PreTrainedModel, width: int) -> list[list[str]]:
     if config.rollout.name != "embedded":
         return [["engine", f"{config.rollout.name}, in separate processes"]]
     settings = build.engine_settings_of(config)
     plan = plan_memory(model, settings)
+    size = sum(parameter.numel() for parameter in model.parameters()) * width
+    copy = [["copy of the policy for the engine of each rank", shown_bytes(size)]]
     return [
+        *(copy if config.samples_in_ranks else ()),
         ["KV cache", f"{shown_bytes(plan.kv_bytes)} for {plan.pages * settings.page_size:,} tokens"],
         ["one step of the engine", shown_bytes(plan.step_bytes)],
     ]

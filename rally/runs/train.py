@@ -54,7 +54,7 @@ def train(
     config.require_training()
     inputs = read_inputs(config, console, train=not config.trainer.val_only)
     if config.trainer.val_only:
-        return evaluate_inputs(config, inputs, console)
+        return evaluate_inputs(config, inputs, console, ranks, nodes or THIS_MACHINE)
     with sole_writer(config.run_dir):
         return _train(config, inputs, console, ranks, nodes or THIS_MACHINE)
 

@@ -10,6 +10,7 @@ import hmac
 import os
 import resource
 import socket
+import threading
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from ipaddress import ip_address
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from rally.services.http_guard import HttpLimits
 
 MANY_FILES = 8192
+GRACE_SECONDS = 2  # for requests that still run when a server thread ends
 ABSENT = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
 
 
@@ -84,12 +86,51 @@ def serve(
 ) -> None:
     """Run an ASGI application until it is stopped, behind a guard. `allow_hosts`: names beside `host` and the loopback
     names by which clients may call it; None if any may be used."""
+    app, options = _guarded(create, host, allow_hosts, limits, max_body_mb)
+    import uvicorn
+
+    uvicorn.run(app, host=host, port=port, log_level=log_level, **options)
+
+
+class ServerThread:
+    """An ASGI application that a thread of this process serves, on a free port of `host`, behind a guard."""
+
+    def __init__(self, create: Callable[[], Any], host: str) -> None:
+        app, options = _guarded(create, host, ())
+        import uvicorn
+
+        self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self._socket.bind((host, 0))
+        self._socket.listen()  # clients that connect before the thread has started wait for it
+        self.port = int(self._socket.getsockname()[1])
+        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=GRACE_SECONDS, **options)
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(
+            target=self._server.run, args=([self._socket],), name="rally-engine-http", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Close all connections and end the thread."""
+        self._server.should_exit = True
+        self._thread.join()
+        self._socket.close()
+
+
+def _guarded(
+    create: Callable[[], Any],
+    host: str,
+    allow_hosts: Collection[str] | None,
+    limits: HttpLimits | None = None,
+    max_body_mb: float | None = None,
+) -> tuple[Any, dict[str, Any]]:
+    """The application behind its guard, and the options of uvicorn."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft not in (resource.RLIM_INFINITY, hard) and soft < MANY_FILES:  # each connection is a file
         most = MANY_FILES if hard == resource.RLIM_INFINITY else min(MANY_FILES, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     try:
-        import uvicorn
+        import uvicorn  # noqa: F401 - to report that it is missing
 
         from rally.services.http_guard import MEBIBYTE, Guard, HostNames, HttpLimits, uvicorn_options
 
@@ -101,7 +142,7 @@ def serve(
         if (error.name or "").startswith("rally"):
             raise
         raise ServeError(f"serving needs the package {error.name}; run: pip install 'rally-rl[services]'") from None
-    uvicorn.run(app, host=host, port=port, log_level=log_level, **uvicorn_options(limits))
+    return app, uvicorn_options(limits)
 
 
 def _is_loopback(host: str) -> bool:

@@ -86,6 +86,18 @@ class GatherWeights(Message):
 
 
 @dataclass(frozen=True)
+class StartEngine(Message):
+    """Start an engine over a copy of the policy in every rank."""
+
+
+@dataclass(frozen=True)
+class PublishWeights(Message):
+    """Copy the policy's weights into the engine of every rank; what it samples from then on has this version."""
+
+    version: int
+
+
+@dataclass(frozen=True)
 class GatherState(Message):
     """Gather the weights of the policy for a checkpoint, and write the shards of its training state, with those that
     `GatherCritic` has copied, into `folder`. Each rank reports under `ticket` when it has written its own.

@@ -1,28 +1,29 @@
-"""The engine of a configuration for several GPUs."""
+"""Who samples from a policy on several GPUs."""
 
 import pytest
 
 from rally.config import load_config
-from rally.config.checks.multi_gpu import with_rollout_servers
 
-SERVERS = "actor_rollout_ref.rollout.data_parallel_size"
+FOUR = "trainer.n_gpus_per_node=4"
+R = "actor_rollout_ref.rollout"
 
 
 @pytest.mark.parametrize(
-    ("lines", "expected"),
+    ("lines", "in_ranks", "loop_workers"),
     [
-        (["trainer.n_gpus_per_node=1"], ("embedded", 1)),
-        (["trainer.n_gpus_per_node=4"], ("rally", 4)),
-        (["trainer.n_gpus_per_node=4", f"{SERVERS}=1"], ("rally", 1)),
-        (["trainer.n_gpus_per_node=4", f"{SERVERS}=2"], ("rally", 2)),
-        (["trainer.n_gpus_per_node=4", "actor_rollout_ref.rollout.name=vllm"], ("vllm", 1)),
-        (["trainer.n_gpus_per_node=2", "trainer.device=cpu"], ("rally", 1)),
+        (["trainer.n_gpus_per_node=1"], False, False),
+        (["trainer.n_gpus_per_node=1", f"{R}.agent.num_workers=2"], False, False),
+        ([FOUR], True, False),
+        ([FOUR, f"{R}.agent.num_workers=2"], True, True),
+        ([FOUR, f"{R}.name=vllm"], False, False),
+        ([FOUR, f"{R}.name=rally", f"{R}.agent.num_workers=2"], False, True),
+        (["trainer.n_gpus_per_node=2", "trainer.device=cpu"], True, False),
     ],
 )
-def test_the_engine_of_a_sharded_policy(
-    monkeypatch: pytest.MonkeyPatch, lines: list[str], expected: tuple[str, int]
+def test_every_rank_samples_unless_servers_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch, lines: list[str], in_ranks: bool, loop_workers: bool
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    rollout = with_rollout_servers(load_config(overrides=lines)).rollout
-    assert (rollout.name, rollout.data_parallel_size) == expected
+    config = load_config(overrides=lines)
+    assert (config.samples_in_ranks, config.uses_loop_workers) == (in_ranks, loop_workers)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from small_models import make_model
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from train_cases import calm_model, uneven_episodes
 from transformers import PreTrainedModel
 
@@ -22,7 +23,7 @@ from rally.distributed.process_group import ProcessGroup, Rendezvous
 from rally.distributed.worker import Executor, Worker
 from rally.models import attention
 from rally.models.lora import LoraSettings, add_adapters
-from rally.models.sharding import ALONE, Message, Ranks, model_state
+from rally.models.sharding import ALONE, Message, Ranks, copy_gathered, gathered, model_state
 from rally.runs.build.engines import full_weights
 from rally.train.batch import build_batch, rows_of
 from rally.train.checkpoint.snapshot import copied
@@ -89,11 +90,35 @@ CASES |= {
 }
 
 
+class Copies(NamedTuple):
+    """Every rank's copy of the policy, in float64, beside the policy itself."""
+
+    policy_X: Tensor
+    ranks_X: list[Tensor]
+
+
+BUCKETS = (1, 5_000, 1 << 20)  # bytes: one tensor each, several, all in one
+
+
+def copies_of(case: Case, policy: Policy, ranks: Ranks) -> list[Copies]:
+    """Whole modules into which each rank copies the sharded policy, as its engine has one; then buckets of tensors."""
+    whole = adapted(model_for(case, 9), case)
+    copy_gathered(policy.model, whole, trained_only=False)
+    flat = [torch.cat([p.detach().double().flatten() for p in whole.parameters()])]
+    for size in BUCKETS:
+        tensors = dict(gathered(((n, p.detach()) for n, p in policy.model.named_parameters()), size))
+        flat.append(torch.cat([tensors[name].double().flatten() for name, _ in whole.named_parameters()]))
+    own = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in policy.model.named_parameters()}
+    policy_X = torch.cat([own[name].detach().double().flatten() for name, _ in whole.named_parameters()])
+    return [Copies(policy_X, ranks.all_gather(one)) for one in flat]
+
+
 class Result(NamedTuple):
     weights: dict[str, Tensor]
     metrics: list[dict[str, float]]
     reference_M: Tensor
     state: dict[str, Any]
+    copies: list[Copies]
 
 
 def model_for(case: Case, seed: int) -> PreTrainedModel:
@@ -103,10 +128,14 @@ def model_for(case: Case, seed: int) -> PreTrainedModel:
     return model.to(case.dtype)  # type: ignore[arg-type]
 
 
-def policy_for(case: Case, ranks: Ranks) -> Policy:
-    model = model_for(case, 0)
+def adapted(model: PreTrainedModel, case: Case) -> PreTrainedModel:
     if case.lora:
         add_adapters(model, LoraSettings(rank=2), "nowhere")
+    return model
+
+
+def policy_for(case: Case, ranks: Ranks) -> Policy:
+    model = adapted(model_for(case, 0), case)
     attention.install(model)
     ranks.shard(model, offload=case.offload_policy)
     return Policy(model, OptimizerSettings(lr=1e-4), STEPS, case.checkpointing, offload=case.offload)
@@ -168,7 +197,8 @@ def result_of(case: Case, ranks: Ranks = ALONE) -> Result:
         assert policy.residence.resting and policy.residence.moves == 2 * STEPS + 1
     with awake(reference):
         reference_M = reference_logprobs(policy, reference, rows_of(uneven_episodes()), case.settings)
-    return Result(full_weights(policy.model), metrics, reference_M, copied(policy.state()))
+    weights, state = full_weights(policy.model), copied(policy.state())
+    return Result(weights, metrics, reference_M, state, copies_of(case, policy, ranks))
 
 
 def follow(case: Case, group: ProcessGroup) -> None:
@@ -177,6 +207,7 @@ def follow(case: Case, group: ProcessGroup) -> None:
     for _ in range(STEPS + 2):
         parts.execute(group.receive())
     copied(parts.policy.state())
+    copies_of(case, parts.policy, parts.policy.ranks)
 
 
 class Taught(NamedTuple):

@@ -89,6 +89,12 @@ class Joined:
     def reshard(self) -> None:
         self.seen.append("resharded")
 
+    def during(self, message: object) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def close_engine(self) -> None:
+        """It has none."""
+
     def leave(self) -> None:
         self.seen.append("left")
 

@@ -88,7 +88,7 @@ def test_runs_go_on_from_each_other_and_a_lost_rank_ends_one_in_words(
     assert time.monotonic() - min(killed.values()) < 15
     words, log = str(caught.value), out / "ranks" / "rank-1.log"
     assert words.startswith("rank 1 of 2") and str(log) in words and "SIGKILL" in words
-    assert "start the same command again" in words and "rollout.name=rally" in paper.text
+    assert "start the same command again" in words and "each of the 2 ranks samples" in paper.text
     assert until(lambda: not any(map(alive, killed)))
     assert not list(Path("/tmp").glob(f"rally-ranks-{os.getpid()}-*"))
 

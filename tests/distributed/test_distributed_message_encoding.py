@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from train_cases import uneven_episodes
 
 from rally.config import ConfigError, load_config
-from rally.config.checks.multi_gpu import with_rollout_servers
 from rally.distributed.message_encoding import decode, encode, rows_of_arrays, rows_to_arrays
 from rally.models.sharding import ALONE, Alone, M, Message
 from rally.runs.build.models import RunPlan
@@ -39,8 +38,10 @@ from rally.train.rank_messages import (
     GatherCritic,
     GatherState,
     GatherWeights,
+    PublishWeights,
     SftStep,
     Shutdown,
+    StartEngine,
     UpdatePolicy,
 )
 
@@ -149,6 +150,8 @@ def test_a_batch_arrives_as_it_was() -> None:
         ComputeReference(),
         ComputeValues(),
         GatherWeights(),
+        StartEngine(),
+        PublishWeights(7),
         GatherState(Path("/run/checkpoints/.writing_global_step_3_7"), "a1"),
         GatherState(Path("here"), "a2", merged=True, background=True),
         GatherCritic(),
@@ -202,10 +205,6 @@ def test_what_a_rank_found_goes_back_to_its_rows() -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (
-            ["trainer.val_only=true", "data.val_files=pyproject.toml"],
-            "validation without training, which works on one GPU only",
-        ),
         ([f"{A}.fsdp_config.fsdp_size=1"], "must be -1 or 2, the number of GPUs; leave it out"),
         (
             ["actor_rollout_ref.ref.fsdp_config.reshard_after_forward=false"],
@@ -213,7 +212,14 @@ def test_what_a_rank_found_goes_back_to_its_rows() -> None:
         ),
         ([f"{A}.ppo_micro_batch_size=4"], "is ambiguous with 2 GPUs; leave it out and set"),
         ([f"{R}.name=vllm", f"{R}.checkpoint_engine.backend=ipc"], "backend=ipc works on one GPU only"),
-        ([f"{R}.deterministic=true"], "has no effect with actor_rollout_ref.rollout.name=rally"),
+        ([f"{R}.deterministic=true", f"{R}.name=rally"], "has no effect with actor_rollout_ref.rollout.name=rally"),
+        ([f"{R}.tensor_model_parallel_size=2"], "holds the whole model; set actor_rollout_ref.rollout.name=vllm"),
+        ([f"{R}.data_parallel_size=2"], "has no effect with actor_rollout_ref.rollout.name=embedded, where every rank"),
+        ([f"{R}.checkpoint_engine.backend=delta"], "has no effect with actor_rollout_ref.rollout.name=embedded"),
+        (
+            [f"{R}.enable_rollout_routing_replay=true", f"{A}.router_replay.mode=R3"],
+            "the engines of several ranks return no expert choices",
+        ),
         ([f"{R}.agent.num_workers=2", f"{R}.skip_rollout=true", f"{R}.name=rally"], "skip_rollout does not work with"),
         ([f"{R}.agent.num_workers=2", f"{R}.skip_rollout=true"], "skip_rollout does not work with"),
         (["trainer.node_heartbeat_timeout=5"], "node_heartbeat_timeout has no effect without Ray"),
@@ -229,6 +235,8 @@ def test_what_is_for_one_gpu_is_one_sentence(words: list[str], told: str) -> Non
 
 def test_what_several_gpus_take_is_taken() -> None:
     words = [f"{A}.fsdp_config.reshard_after_forward=false", f"{A}.fsdp_config.fsdp_size=2", f"{A}.strategy=fsdp2"]
+    words += [f"{R}.deterministic=true", f"{R}.agent.num_workers=2", f"{R}.server.timeout=60"]
+    words += ["trainer.val_only=true", "data.val_files=pyproject.toml"]
     assert load_config(overrides=[*TWO, *words]).trainer.n_gpus_per_node == 2
 
 
@@ -238,21 +246,8 @@ def test_loop_workers_have_heartbeats_without_ray() -> None:
         assert load_config(overrides=[*more, *words]).trainer.node_heartbeat_timeout == 5
 
 
-def test_a_policy_on_several_gpus_is_sampled_by_servers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rally.config.checks.consistency.count_gpus", lambda _: 4)
-    for words, name, servers in (
-        (["trainer.n_gpus_per_node=4"], "rally", 4),
-        (["trainer.n_gpus_per_node=4", f"{R}.data_parallel_size=2"], "rally", 2),
-        (["trainer.n_gpus_per_node=4", f"{R}.name=vllm"], "vllm", 1),
-        (TWO, "rally", 1),
-        ([], "embedded", 1),
-    ):
-        rollout = with_rollout_servers(load_config(overrides=list(words))).rollout
-        assert (rollout.name, rollout.data_parallel_size) == (name, servers)
-
-
 def test_who_starts_no_ranks_says_so() -> None:
     config = load_config(overrides=[*TWO, "actor_rollout_ref.model.path=a/b", "data.train_files=pyproject.toml"])
     for start in (train, evaluate):
-        with pytest.raises(RunError, match=r"n_gpus_per_node=2 need `rally train`, `rally sft` or rally\.distributed"):
+        with pytest.raises(RunError, match=r"n_gpus_per_node=2 need `rally train`, `rally eval`, `rally sft`"):
             start(config)

@@ -71,6 +71,13 @@ def test_offloading_on_two_ranks_changes_no_bit(pair: Pair, name: str) -> None:
     assert_same_shape(plain.state, offloaded.state)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_every_rank_gets_the_bits_of_the_policy(pair: Pair, name: str) -> None:
+    for policy_X, ranks_X in pair.results[name].copies:
+        assert len(ranks_X) == 2
+        assert all(torch.equal(rank_X, policy_X) for rank_X in ranks_X)
+
+
 def assert_same_shape(one: Any, two: Any) -> None:
     """The state for a checkpoint is complete, under the same names."""
     assert type(one) is type(two)

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -16,6 +17,7 @@ from train_cases import Paper, run_config
 from transformers import AutoModelForCausalLM
 
 from rally.distributed import train
+from rally.distributed.controller import LostRank
 from rally.track import RunFolder
 
 pytestmark = [
@@ -133,3 +135,40 @@ def test_a_run_over_nodes_equals_one_process_and_survives_its_parts(
     assert max(row["rollout/loop_worker_restarts"] for row in rows.values()) >= 1
     sizes = {step: len(list(RunFolder(run).read_episodes(step))) for step in rows}
     assert len(set(sizes.values())) == 1, f"a step lost groups: {sizes}"
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.drill(
+    "reliability", "`kill -9` of a rank of 2 nodes x 2 ranks, deterministic", "The resumed run has the same bits"
+)
+def test_engines_of_ranks_over_nodes_resume_to_the_same_bits(
+    raylets: RayletCluster, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four ranks on two nodes sample for two loop workers. No server is started."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv(MARK, str(tmp_path))
+    ranks = ("trainer.nnodes=2", "trainer.n_gpus_per_node=2", f"{R}.agent.num_workers=2", f"{R}.deterministic=true")
+    keys = (*SMALL[1:], *LOSS, *ranks, "trainer.total_training_steps=4")
+    undisturbed, resumed = tmp_path / "undisturbed", tmp_path / "resumed"
+
+    def kill() -> None:
+        until(lambda: resumed.exists() and any(row.step == 1 for row in RunFolder(resumed).read_metrics()))
+        os.kill(processes("rally.distributed.worker", tmp_path)[-1], signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    with pytest.raises(LostRank, match="start the same command again"):
+        train(run_config(home, resumed, *keys), Paper().console)
+    killer.join()
+    for folder in (resumed, undisturbed):
+        train(run_config(home, folder, *keys), Paper().console)
+        assert all(row.metrics["engine/servers"] == 4 for row in RunFolder(folder).read_metrics())
+        assert not list(folder.glob("servers/*.log"))
+    for step in range(1, 5):
+        mine, expected = weights(resumed, step), weights(undisturbed, step)
+        assert all(torch.equal(mine[name], weight) for name, weight in expected.items()), step
+        told = [
+            {e.id: [(s.ids, s.response_logprobs) for s in e.segments] for e in RunFolder(one).read_episodes(step)}
+            for one in (resumed, undisturbed)
+        ]
+        assert told[0] == told[1] and told[0], step

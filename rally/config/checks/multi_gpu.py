@@ -1,4 +1,4 @@
-"""Checks for runs on several GPUs, and the rollout servers that such a run uses. Each problem is one sentence."""
+"""Checks for runs on several GPUs. Each problem is one sentence."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ TOTAL_SIZES = (
     f"{REF}.log_prob_micro_batch_size",
 )
 SINGLE_GPU_ONLY = {
-    "trainer.val_only": "validation without training",
     "actor_rollout_ref.model.target_parameters": "LoRA on experts",
 }
 """Keys that are supported on one GPU only, with a name of the feature."""
@@ -30,12 +29,13 @@ SFT_SINGLE_GPU_ONLY = {
 def with_rollout_servers(config: Config) -> Config:
     """The configuration with the engine that the run really uses.
 
-    A sharded policy cannot generate, so on several GPUs the embedded engine is replaced by servers of Rally's own: one
-    per GPU, unless data_parallel_size is set. separate_async needs servers, too: with rollout.n_gpus_per_node, as many
-    as these GPUs hold.
+    Asynchronous training on several GPUs replaces the embedded engine by servers of Rally's own, which sample during an
+    update: one per GPU, unless data_parallel_size is set. separate_async needs servers on one GPU, too: with
+    rollout.n_gpus_per_node, as many as these GPUs hold.
     """
     count, rollout = config.trainer.world_size, config.rollout
-    name = "rally" if rollout.name == "embedded" and (count > 1 or config.separate) else rollout.name
+    replaced = config.separate or (count > 1 and config.asynchronous)
+    name = "rally" if rollout.name == "embedded" and replaced else rollout.name
     servers = rollout.data_parallel_size
     if "data_parallel_size" not in rollout.model_fields_set:
         if config.separate and rollout.n_gpus_per_node is not None:
@@ -62,6 +62,9 @@ def multi_gpu(config: Config) -> Iterator[str]:
     yield from _ambiguous_sizes(config, TOTAL_SIZES, count)
     yield from _fsdp_sizes(config, (ACTOR, REF, "critic"), count)
     yield from _reshard_keys(config)
+    if config.samples_in_ranks and config.rollout.enable_rollout_routing_replay:
+        problem = f"{ROLLOUT}.enable_rollout_routing_replay=true: the engines of several ranks return no expert choices"
+        yield f"{problem}; set {ROLLOUT}.name=vllm or sglang, or {ACTOR}.router_replay.mode=R2 and leave it out."
     if config.rollout.checkpoint_engine.backend == "ipc":
         problem = f"{ROLLOUT}.checkpoint_engine.backend=ipc works on one GPU only"
         yield f"{problem}; leave it out, or set {COUNT}=1."

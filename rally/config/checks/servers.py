@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from rally.config.base import look_up
-from rally.config.checks.multi_gpu import with_rollout_servers
 from rally.config.schema import ROLLOUT, Config
 from rally.redact import HIDDEN
 
@@ -20,6 +19,12 @@ FOR_OWN_SERVERS = (
     *("server.python", "server.max_attempts", "server.retry_delay", "port_start", "log_level", "engine_kwargs"),
     *("tensor_model_parallel_size", "data_parallel_size", "free_cache_engine", "enable_sleep_mode"),
 )
+NOT_FOR_RANKS = (
+    *("server.url", "server.urls", "server.python", "server.max_attempts", "server.retry_delay", "engine_kwargs"),
+    *("port_start", "log_level", "data_parallel_size", "nnodes", "n_gpus_per_node"),
+    *("checkpoint_engine.backend", "checkpoint_engine.full_every"),
+)
+"""Keys of servers that the engines of several ranks do not use. They do use timeouts and the router's keys."""
 NOT_FOR_RALLYS_OWN = ("tensor_model_parallel_size", "enforce_eager", "log_level")
 TOKEN_VARIABLE = "RALLY_ENGINE_TOKEN"  # the bearer token of a `rally serve engine`
 _BEFORE_AT = re.compile(r"^(\w+://)?.*@")  # up to the last @: in an invalid address, a password may be anywhere
@@ -27,11 +32,15 @@ FOR_EMBEDDED = ("attention_backend", "page_size", "deterministic")
 
 
 def servers(config: Config) -> Iterator[str]:
-    config = with_rollout_servers(config)
     if config.rollout.name == "embedded":
         if config.rollout.mode in ("standalone", "server"):
             yield f"{ROLLOUT}.mode={config.rollout.mode} needs a server; set {ROLLOUT}.name to sglang or vllm."
-        yield from _without_effect(config, FOR_SERVERS, f"with {ROLLOUT}.name=embedded")
+        embedded = f"with {ROLLOUT}.name=embedded"
+        if config.samples_in_ranks:
+            yield from _without_effect(config, NOT_FOR_RANKS, f"{embedded}, where every rank has an engine")
+            yield from _tensor_parallel(config)
+        else:
+            yield from _without_effect(config, FOR_SERVERS, embedded)
         return
     yield from _without_effect(config, FOR_EMBEDDED, f"with {ROLLOUT}.name={config.rollout.name}")
     if config.rollout.server_kind == "rally":
@@ -43,6 +52,12 @@ def servers(config: Config) -> Iterator[str]:
     if config.rollout.checkpoint_engine.backend == "ipc" and (config.model.lora_rank or config.model.lora_adapter_path):
         problem = f"{ROLLOUT}.checkpoint_engine.backend=ipc shares the policy's own weights"
         yield f"{problem}, in which LoRA adapters are not merged; leave it out."
+
+
+def _tensor_parallel(config: Config) -> Iterator[str]:
+    if (size := config.rollout.tensor_model_parallel_size) > 1:
+        problem = f"{ROLLOUT}.tensor_model_parallel_size={size}: the embedded engine of a rank holds the whole model"
+        yield f"{problem}; set {ROLLOUT}.name=vllm or sglang, or leave it out."
 
 
 def _weight_transport(config: Config) -> Iterator[str]:

@@ -6,7 +6,8 @@ get the error, the others go on. The weights are the trainer's own tensors. Chan
 
 In deterministic mode without batch-invariant kernels (on a CPU) the engine runs in lockstep. A step waits until every
 session that takes part has a request waiting or has ended, and requests are admitted in the order of their sessions.
-The composition of a batch then depends neither on timing nor on what the engine did before.
+The composition of a batch then depends neither on timing nor on what the engine did before. An `isolated` engine
+computes one request at a time, each as the first of a new engine; so no session need be known.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from rally.engines.embedded.request_slots import Request
 from rally.engines.embedded.sampler import NonFiniteLogits
 from rally.engines.embedded.settings import EngineSettings
 from rally.models.token_masks import Grammars, GrammarState
-from rally.platforms import on_accelerator
+from rally.platforms import on_accelerator, platform_of
 from rally.types import Generation, ImageSpan, RallyError, SamplingParams
 
 SHORT_STEP = 0.03  # seconds; a shorter step competes with the agent loops for the interpreter
@@ -79,7 +80,8 @@ class EmbeddedEngine:
         self._listeners: dict[Request, tuple[OnTokens, int]] = {}  # and the number of tokens reported to them
         self._lock = threading.Lock()  # guards the core; held for one step at a time
         self._arrivals: list[_Arrival] = []
-        self._lockstep = self.core.settings.deterministic and not self.core.runner.ahead
+        self._isolated = self.core.settings.isolated
+        self._lockstep = self.core.settings.deterministic and not self.core.runner.ahead and not self._isolated
         self._sessions: set[str] = set()  # those that take part, in lockstep
         self._session_of: dict[asyncio.Future[Generation], str] = {}  # the sessions of unanswered requests
         self._departures: list[asyncio.Future[Generation]] = []
@@ -201,16 +203,28 @@ class EmbeddedEngine:
         """A context in which the weights may be changed; leaving it starts version `version`, by default the next
         one."""
         with self._lock:
-            try:
-                self._deliver(self.core.drain())
-            except Exception as problem:  # noqa: BLE001 - it belongs to requests, not to the update
-                self._isolate(problem)
+            self._drain()
             try:
                 with self.core.memory_lent():
                     yield
             finally:  # an update that failed may have changed weights too
                 self._problem = None
                 self._deliver(self.core.commit_weights(version))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A context in which no step runs, for other work on the device. Requests go on after it, with the same
+        weights."""
+        with self._lock:
+            self._drain()
+            with self.core.memory_lent():
+                yield
+
+    def _drain(self) -> None:
+        try:
+            self._deliver(self.core.drain())
+        except Exception as problem:  # noqa: BLE001 - it belongs to requests, not to who waits for the device
+            self._isolate(problem)
 
     async def start(self) -> None:
         """Nothing to do: the weights are the trainer's own."""
@@ -238,6 +252,8 @@ class EmbeddedEngine:
         await asyncio.to_thread(self._thread.join)
 
     def _run(self) -> None:
+        if platform := platform_of(self.core.model.device):
+            platform.module.set_device(self.core.model.device)  # a new thread begins with the first one
         if self.core.runner.ahead:
             sys.setswitchinterval(min(SWITCH_INTERVAL, sys.getswitchinterval()))
         seconds = 0.0
@@ -347,6 +363,8 @@ class EmbeddedEngine:
         with self._wake:
             arrivals, self._arrivals = self._arrivals, []
             departures, self._departures = self._departures, []
+            if self._isolated:
+                arrivals, self._arrivals = self._next_alone(arrivals, departures)
             if self._lockstep:
                 arrivals.sort(key=lambda arrival: self._session_of.get(arrival.waiter[1], ""))
         for prompt_ids, params, (loop, future), on_tokens, at, images, state in arrivals:
@@ -363,6 +381,16 @@ class EmbeddedEngine:
         for request in gone:
             del self._waiters[request]
             self._listeners.pop(request, None)
+
+    def _next_alone(
+        self, arrivals: list[_Arrival], departures: Sequence[asyncio.Future[Generation]]
+    ) -> tuple[list[_Arrival], list[_Arrival]]:
+        """The request to admit now, if any, and those that wait for its end. It finds the engine as new."""
+        wanted = [arrival for arrival in arrivals if arrival.waiter[1] not in departures]
+        if self.core.busy:
+            return [], wanted
+        self.core.reset()
+        return wanted[:1], wanted[1:]
 
     def _report(self) -> None:
         for request, (on_tokens, reported) in self._listeners.items():

@@ -39,6 +39,7 @@ class EngineSettings:
     backend: Backend = "auto"
     eager: bool = False  # the paged backend without CUDA graphs and fused kernels: slower, easier to debug
     deterministic: bool = False  # bit-identical results, whatever the timing
+    isolated: bool = False  # compute each request alone and without cached prefixes: its bits depend on nothing else
     lend_memory: bool = False  # on a GPU, release the KV memory while weights are updated
     return_routes: bool = False  # record the experts of a mixture-of-experts model, for router replay
     option_names: OptionNames = field(default_factory=OptionNames)  # for error messages

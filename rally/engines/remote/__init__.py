@@ -6,6 +6,7 @@ from rally.engines.remote.engine import RemoteEngine, RemoteSettings
 from rally.engines.remote.joining import JoinFolder, ServerAnnouncement, announce, join_folder
 from rally.engines.remote.launched_server import LaunchedServer
 from rally.engines.remote.rally_api import Rally, RallyReplica
+from rally.engines.remote.rank_engines import GatheredWeights, RankReplica
 from rally.engines.remote.server_api import Launch, ServerApi
 from rally.engines.remote.sglang_api import Sglang
 from rally.engines.remote.vllm_api import Vllm
@@ -21,6 +22,8 @@ from rally.engines.remote.weight_updates import (
 __all__ = [
     "CanaryError",
     "ClientSettings",
+    "GatheredWeights",
+    "RankReplica",
     "ServerApi",
     "Launch",
     "Oracle",

@@ -110,8 +110,9 @@ def remote_engine_of(
 
 
 def joining_of(config: Config, model: PreTrainedModel, decode: Decode | None = None) -> JoinFolder:
-    """Where servers of the run's kind announce themselves to it."""
-    api, settings = SERVER_APIS[config.rollout.server_kind](), client_settings_of(config, model, decode)
+    """Where servers of the run's kind announce themselves to it. Beside the engines of ranks it is Rally's own."""
+    api = SERVER_APIS.get(config.rollout.server_kind, Rally)()
+    settings = client_settings_of(config, model, decode)
     return JoinFolder(join_folder(config.run_dir), lambda one: ServerReplica(one.url, api, settings, one.token))
 
 

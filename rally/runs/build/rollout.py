@@ -235,7 +235,7 @@ def scores_in_workers(config: Config) -> bool:
 
 def pool_of(config: Config, engine: RemoteEngine, nodes: RunNodes) -> LoopWorkerPool:
     """The loop workers of a run, over all its nodes."""
-    rollout, count = config.rollout, config.rollout.agent.num_workers
+    count = config.rollout.agent.num_workers
     router = engine.settings.router
     running = len(engine.servers) * router.max_in_flight
     share = replace(router, max_in_flight=-(-router.max_in_flight // count))
@@ -245,7 +245,7 @@ def pool_of(config: Config, engine: RemoteEngine, nodes: RunNodes) -> LoopWorker
         max_jobs=max(MIN_JOBS, -(-2 * running // count)),
         plan={
             "config": config.model_dump(mode="json"),
-            "server_kind": rollout.server_kind,
+            "server_kind": engine.servers[0].api.name,
             "client": client,
             "router": vars(share),
             "max_model_len": engine.max_model_len,

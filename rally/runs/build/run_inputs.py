@@ -105,8 +105,8 @@ def check_ranks(trainer: RunConfig, ranks: Ranks) -> None:
     if trainer.world_size != ranks.world_size:
         keys = f"trainer.nnodes={trainer.nnodes} and n_gpus_per_node={trainer.n_gpus_per_node}"
         raise RunError(
-            f"{keys} need `rally train`, `rally sft` or rally.distributed, which start the other processes; leave them "
-            "out here"
+            f"{keys} need `rally train`, `rally eval`, `rally sft` or rally.distributed, which start the other "
+            "processes; leave them out here"
         )
 
 

@@ -10,6 +10,7 @@ from rally.chat import ChatCodec
 from rally.config import Config
 from rally.config.trainer import RunConfig
 from rally.data import TaskSet, restore
+from rally.engines.base import TrainingEngine
 from rally.envs import Environments
 from rally.models.load import check_vocabulary, reloading_problem
 from rally.models.lora import unadapted_experts
@@ -21,6 +22,7 @@ from rally.runs.build.data import sampler_of
 from rally.runs.build.engines import engine_of, samples_during_update
 from rally.runs.build.models import RunPlan
 from rally.runs.build.policy_and_critic import critic_of, kl_control_of, policy_of, reference_of, teachers_of
+from rally.runs.build.rank_engines import rank_engines_of
 from rally.runs.build.rollout import rollout_of, sampling_of, validation_passes
 from rally.runs.build.run_inputs import RunError, RunInputs
 from rally.runs.build.tracking import exporter_paused, extra_folders_of, sinks_of, trace_of
@@ -68,7 +70,11 @@ def trainer_of(
     if steps and (problem := reloading_problem(inputs.tokenizer, policy.model.config)):
         console.warn_once("tokenizer", problem)
     warn_of_untrained_tokens(str(config.model.path), inputs.tokenizer, used, KEY, console.warn_once)
-    engine = engine_of(config, inputs, policy, nodes)
+    engine: TrainingEngine
+    if config.samples_in_ranks:
+        engine = rank_engines_of(config, inputs, policy, nodes, checkpoint.actor if checkpoint else None)
+    else:
+        engine = engine_of(config, inputs, policy, nodes)
     if config.uses_loop_workers:
         count = config.rollout.agent.num_workers
         console.note(f"{count} loop workers play episodes; limits of tools hold for each of them")

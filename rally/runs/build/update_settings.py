@@ -60,7 +60,7 @@ def update_settings_of(config: Config) -> UpdateSettings:
         reference_limits=log_prob_limits(config, config.actor_rollout_ref.ref),
         temperature=config.rollout.temperature,
         mismatch_limit=config.rollout.mismatch_limit,
-        deterministic=config.rollout.deterministic,
+        deterministic=config.rollout.deterministic and config.trainer.world_size == 1,  # of whole layers
         shuffle_seed=_shuffle_seed(config),
         router_replay=actor.router_replay.mode,
         distillation=distillation_settings_of(config),

@@ -17,6 +17,7 @@ from rally.config.actor import FsdpConfig
 from rally.config.checks.multi_gpu import with_rollout_servers
 from rally.config.trainer import RayKwargs, RunConfig
 from rally.distributed.controller import Controller, ControllerSettings
+from rally.distributed.process_group import layout_of
 from rally.models.load import pick_device
 from rally.nodes import THIS_MACHINE, Node, NodeRequest, RayCluster, RaySettings, RunNodes
 from rally.runs import sft as sft_run
@@ -43,7 +44,8 @@ def train(config: Config, console: RunConsole | None = None) -> RunOutcome:
         if config.trainer.world_size == 1:
             return run.train(config, console, nodes=nodes)
         seconds = float(config.actor_rollout_ref.nccl_timeout)
-        with Controller(_settings(config.trainer, config.actor.fsdp_config, seconds, nodes.trainer)) as controller:
+        fsdp = config.actor.fsdp_config
+        with Controller(_settings(config, fsdp, seconds, nodes.trainer)) as controller:
             return run.train(config, console, controller, nodes)
 
 
@@ -54,14 +56,15 @@ def sft(config: SftConfig, console: RunConsole | None = None) -> RunOutcome:
         return sft_run.sft(config, console)
     with (
         _nodes(config.trainer, RayKwargs(), console) as nodes,
-        Controller(
-            _settings(config.trainer, config.model.fsdp_config, SFT_TIMEOUT_SECONDS, nodes.trainer)
-        ) as controller,
+        Controller(_settings(config, config.model.fsdp_config, SFT_TIMEOUT_SECONDS, nodes.trainer)) as controller,
     ):
         return sft_run.sft(config, console, controller)
 
 
-def _settings(trainer: RunConfig, fsdp: FsdpConfig, seconds: float, nodes: Sequence[Node]) -> ControllerSettings:
+def _settings(
+    config: Config | SftConfig, fsdp: FsdpConfig, seconds: float, nodes: Sequence[Node]
+) -> ControllerSettings:
+    trainer = config.trainer
     return ControllerSettings(
         world_size=trainer.world_size,
         device=pick_device(trainer.device).type,
@@ -69,6 +72,7 @@ def _settings(trainer: RunConfig, fsdp: FsdpConfig, seconds: float, nodes: Seque
         logs=trainer.run_dir / "ranks",
         timeout_seconds=seconds,
         reshard=fsdp.reshard_after_forward,
+        layout=layout_of(config),
     )
 
 

@@ -28,10 +28,12 @@ from transformers import PreTrainedModel
 from rally.distributed.process_group import (
     SECRET_VARIABLE,
     ProcessGroup,
+    RankLayout,
     Rendezvous,
     host_store,
     new_secret,
 )
+from rally.models.sequence_parallel import SequenceGroup
 from rally.models.sharding import M, Message
 from rally.nodes import LOCAL, Node, NodeError, NodeProcess
 from rally.train.rank_messages import Shutdown
@@ -62,6 +64,7 @@ class ControllerSettings:
     timeout_seconds: float = 600.0
     start_seconds: float = 600.0
     reshard: bool = True
+    layout: RankLayout = RankLayout()
 
     @property
     def ranks_per_node(self) -> int:
@@ -93,6 +96,10 @@ class Controller:
     @property
     def world_size(self) -> int:
         return self.settings.world_size
+
+    @property
+    def sequence_group(self) -> SequenceGroup | None:
+        return self._group.sequence_group
 
     def __enter__(self) -> Controller:
         return self
@@ -135,6 +142,7 @@ class Controller:
                 0, settings.world_size, self._rendezvous(0), settings.device, settings.timeout_seconds, store
             )
             self._joined_group.send(plan)
+            self._joined_group.arrange(settings.layout)
 
     def shard(self, model: PreTrainedModel) -> None:
         self._group.shard(model, ranks=self, reshard=self.settings.reshard)

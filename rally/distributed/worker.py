@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 
 from rally.config import SftConfig
 from rally.distributed.controller import ready_key
-from rally.distributed.process_group import SECRET_VARIABLE, ProcessGroup, Rendezvous
+from rally.distributed.process_group import SECRET_VARIABLE, ProcessGroup, RankLayout, Rendezvous, layout_of
+from rally.models.sequence_parallel import SequenceGroup
 from rally.models.sharding import M, Message, model_state
 from rally.runs import build
 from rally.runs.build.engines import logits_of
@@ -57,8 +58,9 @@ T = TypeVar("T")
 class Worker:
     """`Ranks` as a worker sees them: it sends no messages."""
 
-    def __init__(self, group: ProcessGroup, *, reshard: bool = True) -> None:
+    def __init__(self, group: ProcessGroup, *, reshard: bool = True, layout: RankLayout | None = None) -> None:
         self._group, self._reshard = group, reshard
+        group.arrange(layout or RankLayout())
 
     @property
     def rank(self) -> int:
@@ -67,6 +69,10 @@ class Worker:
     @property
     def world_size(self) -> int:
         return self._group.world_size
+
+    @property
+    def sequence_group(self) -> SequenceGroup | None:
+        return self._group.sequence_group
 
     def start(self, plan: Message) -> None:
         """The worker is running: it has received this plan."""
@@ -161,10 +167,11 @@ def executor_of(plan: RunPlan, group: ProcessGroup) -> Executor:
     if plan.checkpoint:
         checkpoint = open_checkpoint(plan.checkpoint, contents=False)  # rank 0 has compared the checksums
     if isinstance(config, SftConfig):
-        ranks = Worker(group, reshard=config.model.fsdp_config.reshard_after_forward)
+        reshard = config.model.fsdp_config.reshard_after_forward
+        ranks = Worker(group, reshard=reshard, layout=layout_of(config))
         policy = sft_policy_of(config, checkpoint, plan.steps, ranks)
         return Executor(policy, sft_settings_of(config))
-    ranks = Worker(group, reshard=config.actor.fsdp_config.reshard_after_forward)
+    ranks = Worker(group, reshard=config.actor.fsdp_config.reshard_after_forward, layout=layout_of(config))
     policy = policy_of(config, checkpoint, plan.steps, ranks)
     reference = build.reference_of(config, policy.model)
     critic = critic_of(config, checkpoint, plan.steps, ranks)

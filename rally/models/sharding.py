@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
+from rally.models.sequence_parallel import SequenceGroup
+
 RANKS_ATTRIBUTE = "rally_ranks"
 T = TypeVar("T")
 
@@ -37,6 +39,11 @@ class Ranks(Protocol):
 
     @property
     def world_size(self) -> int: ...
+
+    @property
+    def sequence_group(self) -> SequenceGroup | None:
+        """The ranks that compute the same micro-batches as this one, each a part of the tokens; None: only this one."""
+        ...
 
     def start(self, plan: Message) -> None:
         """Start all ranks; each builds what the plan describes."""
@@ -72,6 +79,7 @@ class Alone:
     """A single process that holds everything."""
 
     rank, world_size = 0, 1
+    sequence_group = None
 
     def start(self, plan: Message) -> None:
         """There are no other ranks to start."""
@@ -101,6 +109,17 @@ ALONE = Alone()
 def ranks_of(model: PreTrainedModel) -> Ranks:
     ranks: Ranks = getattr(model, RANKS_ATTRIBUTE, ALONE)
     return ranks
+
+
+def sequence_size(ranks: Ranks) -> int:
+    """How many ranks compute a micro-batch together."""
+    return 1 if ranks.sequence_group is None else ranks.sequence_group.size
+
+
+def gather_groups(ranks: Ranks, numbers_X: Tensor) -> list[Tensor]:
+    """The numbers of the ranks of different micro-batches: all ranks of a sequence-parallel group have the same ones,
+    which count once."""
+    return ranks.all_gather(numbers_X)[:: sequence_size(ranks)]
 
 
 def full_tensor(value: Tensor) -> Tensor:

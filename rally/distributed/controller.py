@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -64,7 +64,7 @@ class ControllerSettings:
     timeout_seconds: float = 600.0
     start_seconds: float = 600.0
     reshard: bool = True
-    layout: RankLayout = RankLayout()
+    layout: RankLayout = field(default_factory=RankLayout)
 
     @property
     def ranks_per_node(self) -> int:

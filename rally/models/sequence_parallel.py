@@ -1,7 +1,7 @@
 """Ulysses sequence parallelism: the ranks of a group compute one micro-batch together, each a part of its tokens.
 
 Outside of attention a rank has consecutive packed tokens with all their heads. Inside, one all-to-all gives it all
-tokens of a part of the heads, so the attention over packed tokens is the one of a single rank; a second all-to-all gives
+tokens of a part of the heads, so the attention over packed tokens is that of a single rank; a second all-to-all gives
 the outputs back. Numbers per sampled token are gathered, so every rank of a group has the same loss over all of them.
 The gradient of a gathered number stays with the rank that computed it: the sum of gradients over ranks, which follows,
 is that of a single rank.
@@ -46,8 +46,8 @@ def check_divisible(model: PreTrainedModel, size: int) -> None:
     config = model.config.get_text_config()
     if holds_state(model):
         raise SequenceParallelError(
-            f"{name} has layers that carry a state from token to token, and {KEY}={size} divides a sequence among GPUs; "
-            f"{advice}"
+            f"{name} has layers that carry a state from token to token, and {KEY}={size} divides a sequence among "
+            f"GPUs; {advice}"
         )
     heads: int | None = getattr(config, "num_attention_heads", None)
     if heads is not None and heads % size:

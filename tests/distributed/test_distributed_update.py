@@ -1,17 +1,21 @@
-"""Two ranks make the update of one: same weights, same metrics, same saved state."""
+"""Several ranks make the update of one: same weights, same metrics, same saved state."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-from pair import CASES, DTYPES, Result, Taught, result_of, taught, together
+from pair import CASES, CRITIC_LAYOUT, DTYPES, FOUR, Case, Result, Taught, result_of, taught, together
 from torch import Tensor
+
+from rally.distributed.worker import Worker
 
 HERE = Path(__file__).parent
 
@@ -23,21 +27,35 @@ class Pair(NamedTuple):
     critics: dict[torch.dtype, Taught]
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    rendezvous = tmp_path_factory.mktemp("pair") / "rendezvous"
+@contextmanager
+def several(folder: Path, world_size: int) -> Iterator[Worker]:
+    """Rank 0, with the others in further processes."""
+    rendezvous = folder / "rendezvous"
     path = os.pathsep.join(map(str, (HERE.parents[1], HERE.parent / "helpers", HERE)))
-    command = [sys.executable, str(HERE / "pair.py"), str(rendezvous)]
-    second = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path})
+    command = [sys.executable, str(HERE / "pair.py"), str(rendezvous), str(world_size)]
+    others = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, start_new_session=True)
     try:
-        ranks = together(0, rendezvous)
-        results = {name: result_of(case, ranks) for name, case in CASES.items()}
-        yield Pair(results, {dtype: taught(dtype, ranks) for dtype in DTYPES})
-        assert second.wait(30) == 0
+        yield together(0, rendezvous, world_size)
+        assert others.wait(60) == 0
     finally:
-        second.kill()
-        second.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(others.pid, signal.SIGKILL)
+        others.wait()
         dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    with several(tmp_path_factory.mktemp("pair"), 2) as ranks:
+        results = {name: result_of(case, ranks) for name, case in CASES.items()}
+        return Pair(results, {dtype: taught(dtype, ranks) for dtype in DTYPES})
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    with several(tmp_path_factory.mktemp("four"), 4) as ranks:
+        results = {name: result_of(case, ranks) for name, case in FOUR.items()}
+        return Pair(results, {torch.float32: taught(torch.float32, ranks, CRITIC_LAYOUT)})
 
 
 def assert_alike(alone: dict[str, Tensor], both: dict[str, Tensor], tolerance: float) -> None:
@@ -54,8 +72,16 @@ def assert_told_alike(alone: list[dict[str, float]], both: list[dict[str, float]
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_make_the_update_of_one(pair: Pair, name: str) -> None:
-    alone, both = result_of(CASES[name]), pair.results[name]
-    half = CASES[name].dtype != torch.float32
+    assert_same_update(CASES[name], pair.results[name])
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_four_ranks_make_the_update_of_one(four: Pair, name: str) -> None:
+    assert_same_update(FOUR[name], four.results[name])
+
+
+def assert_same_update(case: Case, both: Result) -> None:
+    alone, half = result_of(case), case.dtype != torch.float32
     assert_alike(alone.weights, both.weights, 2e-3 if half else 1e-6)
     assert_told_alike(alone.metrics, both.metrics, rel=0.05 if half else 1e-5, abs=2e-2 if half else 1e-5)
     assert torch.allclose(alone.reference_M, both.reference_M, atol=0.1 if half else 1e-5)
@@ -75,7 +101,15 @@ def assert_same_shape(one: Any, two: Any) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_two_ranks_teach_a_critic_what_one_teaches(pair: Pair, dtype: torch.dtype) -> None:
-    alone, both, half = taught(dtype), pair.critics[dtype], dtype != torch.float32
+    assert_same_critic(dtype, pair.critics[dtype])
+
+
+def test_a_critic_is_sharded_replicated_and_divided(four: Pair) -> None:
+    assert_same_critic(torch.float32, four.critics[torch.float32])
+
+
+def assert_same_critic(dtype: torch.dtype, both: Taught) -> None:
+    alone, half = taught(dtype), dtype != torch.float32
     assert_alike(alone.weights, both.weights, 2e-2 if half else 1e-5)
     assert_told_alike(alone.metrics, both.metrics, rel=0.05 if half else 1e-4, abs=2e-2 if half else 1e-5)
     assert torch.allclose(alone.values_M, both.values_M, atol=2e-2 if half else 1e-5)

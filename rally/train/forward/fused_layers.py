@@ -165,7 +165,7 @@ class Ops(NamedTuple):
 
 
 def hidden_states(model: PreTrainedModel, packed: PackedRows) -> Tensor:
-    """Last hidden states [T, C] of the packed tokens; in a sequence-parallel group, of those that this rank computes."""
+    """Last hidden states [T, C] of the packed tokens; in a sequence-parallel group only those of this rank."""
     forward = training_forward(model)
     if (group := ranks_of(model).sequence_group) is not None:
         assert forward == "packed" and packed.images is None, "other forwards do not divide sequences"

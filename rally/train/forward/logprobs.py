@@ -85,8 +85,8 @@ def _over_logits(
     function: LogitsFunction,
     masks: TokenMasks | None,
 ) -> Tensor:
-    """The function of this rank's share of the logits, with those masked that a grammar forbids, in chunks whose logits the backward pass
-    computes again."""
+    """The function of this rank's share of the logits, with those masked that a grammar forbids, in chunks whose logits
+    the backward pass computes again."""
 
     def chunk(hidden: Tensor, at: slice, allowed: TokenMasks | None) -> Tensor:
         logits_UV = head_logits(model, hidden).float() / temperature

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from small_models import make_model
@@ -25,6 +26,7 @@ from rally.distributed.process_group import ProcessGroup, RankLayout, Rendezvous
 from rally.distributed.worker import Executor, Worker
 from rally.models import attention
 from rally.models.lora import LoraSettings, add_adapters
+from rally.models.sequence_parallel import UlyssesAttention
 from rally.models.sharding import ALONE, Message, Ranks, model_state
 from rally.runs.build.engines import full_weights
 from rally.train.batch import build_batch, rows_of
@@ -32,6 +34,7 @@ from rally.train.checkpoint.snapshot import copied
 from rally.train.critic import Critic, CriticSettings
 from rally.train.policy import OptimizerSettings, Policy
 from rally.train.reference import BaseOfPolicy, FrozenModel, Reference, awake
+from rally.train.startup_check import Difference, compare_forwards, compared_rows
 from rally.train.teacher import Teachers
 from rally.train.update import UpdateSettings, reference_logprobs, update_policy
 from rally.train.value_model import with_value_head
@@ -260,7 +263,25 @@ def follow_critic(dtype: torch.dtype, group: ProcessGroup, layout: RankLayout | 
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-CRITIC_LAYOUT = RankLayout(fsdp_size=2, sequence_size=2)  # of four ranks
+FOUR_LAYOUT = RankLayout(fsdp_size=2, sequence_size=2)  # of four ranks
+
+
+def compared(group: ProcessGroup) -> list[Difference | str]:
+    """What the start-up check finds with two ranks that divide a sequence, and where their attention is wrong."""
+    policy = policy_for(CASES["ulysses"], Worker(group, layout=RankLayout(sequence_size=2)))
+    texts = [[int(token) for token in torch.arange(40) * step % 97] for step in (7, 11)]
+    right, rows = UlyssesAttention._all_heads, compared_rows(texts, 64)
+    found = compare_forwards(policy.model, rows, 64)
+    with patch.object(UlyssesAttention, "_all_heads", lambda self, x: right(self, x.flip(1))):
+        return [found, compare_forwards(policy.model, rows, 64)]
+
+
+def resumed(group: ProcessGroup) -> dict[str, Any]:
+    """The state of a single process, after shards and replicas have read it."""
+    case = FOUR["replicas of half precision"]
+    policy = policy_for(case, Worker(group, layout=FOUR_LAYOUT))
+    policy.load_state(result_of(case).state)
+    return copied(policy.state())
 
 
 def together(rank: int, rendezvous: Path, world_size: int = 2) -> Worker:
@@ -283,6 +304,7 @@ if __name__ == "__main__":
     for case in (CASES if world_size == 2 else FOUR).values():
         follow(case, group)
     for dtype in DTYPES if world_size == 2 else DTYPES[:1]:
-        follow_critic(dtype, group, None if world_size == 2 else CRITIC_LAYOUT)
+        follow_critic(dtype, group, None if world_size == 2 else FOUR_LAYOUT)
+    (compared if world_size == 2 else resumed)(group)
     for _ in range(2, world_size if rank == 1 else 2):
         assert os.wait()[1] == 0

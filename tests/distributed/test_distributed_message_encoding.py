@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from train_cases import uneven_episodes
 
-from rally.config import ConfigError, load_config
+from rally.config import ConfigError, load_config, load_sft_config
 from rally.config.checks.multi_gpu import with_rollout_servers
 from rally.distributed.message_encoding import decode, encode, rows_of_arrays, rows_to_arrays
+from rally.distributed.process_group import RankLayout, layout_of
 from rally.models.sharding import ALONE, Alone, M, Message
 from rally.runs.build.models import RunPlan
 from rally.runs.build.run_inputs import RunError
@@ -45,6 +46,7 @@ from rally.train.rank_messages import (
 )
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+ULYSSES = "ulysses_sequence_parallel_size"
 TWO = ("trainer.n_gpus_per_node=2", "trainer.device=cpu")
 
 
@@ -212,7 +214,13 @@ def test_what_a_rank_found_goes_back_to_its_rows() -> None:
         ),
         ([f"{A}.fsdp_config.optimizer_offload=true"], "an optimizer in main memory, which works on one GPU only"),
         (["actor_rollout_ref.ref.fsdp_config.param_offload=true"], "a reference model in main memory"),
-        ([f"{A}.fsdp_config.fsdp_size=1"], "must be -1 or 2, the number of GPUs; leave it out"),
+        ([f"{A}.fsdp_config.fsdp_size=3"], "fsdp_size=3 must divide 2, the number of GPUs; choose another size"),
+        (["actor_rollout_ref.ref.fsdp_config.fsdp_size=1"], f"{A}.fsdp_config.fsdp_size=-1 applies to all models"),
+        ([f"{A}.{ULYSSES}=3"], f"{ULYSSES}=3 must divide 2, the number of GPUs; choose another size"),
+        ([f"actor_rollout_ref.ref.{ULYSSES}=2"], f"has no effect: {A}.{ULYSSES} applies to all models"),
+        (["algorithm.adv_estimator=gae", f"critic.{ULYSSES}=2"], f"has no effect: {A}.{ULYSSES} applies to all models"),
+        (["trainer.n_gpus_per_node=4", f"{A}.{ULYSSES}=2", f"{A}.fsdp_config.{ULYSSES}=4"], "must be equal; keep one"),
+        ([f"{A}.{ULYSSES}=2", f"{A}.router_replay.mode=R2"], f"does not work with {A}.{ULYSSES}=2"),
         (
             ["actor_rollout_ref.ref.fsdp_config.reshard_after_forward=false"],
             f"has no effect: {A}.fsdp_config.reshard_after_forward applies to all models",
@@ -235,6 +243,19 @@ def test_what_is_for_one_gpu_is_one_sentence(words: list[str], told: str) -> Non
 def test_what_several_gpus_take_is_taken() -> None:
     words = [f"{A}.fsdp_config.reshard_after_forward=false", f"{A}.fsdp_config.fsdp_size=2", f"{A}.strategy=fsdp2"]
     assert load_config(overrides=[*TWO, *words]).trainer.n_gpus_per_node == 2
+
+
+@pytest.mark.parametrize("place", [f"{A}.", f"{A}.fsdp_config."])
+def test_the_keys_of_verl_lay_out_the_ranks(place: str) -> None:
+    four = ["trainer.n_gpus_per_node=4", "trainer.device=cpu", "algorithm.adv_estimator=gae"]
+    more = [f"{A}.fsdp_config.fsdp_size=1", f"actor_rollout_ref.ref.{ULYSSES}=2", f"critic.{ULYSSES}=1"]
+    notes: list[str] = []
+    config = load_config(overrides=[*four, f"{place}{ULYSSES}=2", *more], note=notes.append)
+    assert layout_of(config) == RankLayout(fsdp_size=1, sequence_size=2) and not notes
+    one = load_config(overrides=[f"{place}{ULYSSES}=2"], note=notes.append)
+    assert layout_of(one) == RankLayout() and "there is one GPU, so no sequence is divided" in notes[0]
+    sft = load_sft_config(overrides=[*four[:2], "engine.fsdp_size=2", f"{ULYSSES}=4"], note=notes.append)
+    assert layout_of(sft) == RankLayout(fsdp_size=2, sequence_size=4) and len(notes) == 1
 
 
 def test_a_policy_on_several_gpus_is_sampled_by_servers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,7 +154,7 @@ class ProcessGroup:
         timeout = timedelta(seconds=self._seconds)
         with _gloo_on(self._interface):
             own, _ = dist.new_subgroups_by_enumeration(lists, timeout=timeout)
-        assert own is not None, "every rank is in a group"
+        assert isinstance(own, dist.ProcessGroup), "every rank is in a group"
         if self.device != "cuda":
             self._check_members([own])
         return own

@@ -70,6 +70,10 @@ class SequenceGroup:
         self._group = group
         self.rank, self.size = group.rank(), group.size()
 
+    def tokens(self, count: int) -> list[range]:
+        """Which of the packed tokens each rank computes, without padding."""
+        return [range(min(first, count), min(end, count)) for first, end in itertools.pairwise(self.bounds(count))]
+
     def lengths(self, tokens: int) -> list[int]:
         """How many tokens each rank computes, padding included."""
         least, more = divmod(max(tokens, self.size), self.size)
@@ -187,4 +191,4 @@ class UlyssesAttention:
         size, own = self._group.size, self._lengths[self._group.rank]
         padded = F.pad(x_THD.flatten(1), (0, 0, 0, sum(self._lengths) - self._tokens))
         found_NLW = self._group.exchange(padded, self._lengths, [own] * size).unflatten(0, (size, own))
-        return found_NLW.transpose(0, 1).reshape(own, -1, x_THD.shape[-1])
+        return found_NLW.transpose(0, 1).flatten(1).unflatten(1, (-1, x_THD.shape[-1]))

@@ -128,6 +128,9 @@ CASES |= {
     ),
     "ulysses: sliding windows": Case(settings(max_tokens=25), family="gemma3", **ulysses()),
     "ulysses: experts, few tokens": Case(settings(max_rows=1), family="qwen3_moe", episodes=tiny_episodes, **ulysses()),
+    "ulysses: experts recorded before the update": Case(
+        settings(max_rows=1, router_replay="R2"), family="qwen3_moe", episodes=tiny_episodes, **ulysses()
+    ),
     "ulysses: sinks and experts": Case(settings(max_tokens=25), family="gpt_oss", **ulysses()),
     "ulysses: half precision": Case(settings(max_tokens=25), dtype=torch.bfloat16, **ulysses()),
 }

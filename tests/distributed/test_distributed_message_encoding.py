@@ -220,7 +220,6 @@ def test_what_a_rank_found_goes_back_to_its_rows() -> None:
         ([f"actor_rollout_ref.ref.{ULYSSES}=2"], f"has no effect: {A}.{ULYSSES} applies to all models"),
         (["algorithm.adv_estimator=gae", f"critic.{ULYSSES}=2"], f"has no effect: {A}.{ULYSSES} applies to all models"),
         (["trainer.n_gpus_per_node=4", f"{A}.{ULYSSES}=2", f"{A}.fsdp_config.{ULYSSES}=4"], "must be equal; keep one"),
-        ([f"{A}.{ULYSSES}=2", f"{A}.router_replay.mode=R2"], f"does not work with {A}.{ULYSSES}=2"),
         (
             ["actor_rollout_ref.ref.fsdp_config.reshard_after_forward=false"],
             f"has no effect: {A}.fsdp_config.reshard_after_forward applies to all models",

@@ -60,9 +60,6 @@ def multi_gpu(config: Config) -> Iterator[str]:
     yield from _fsdp_sizes(config, (ACTOR, REF, "critic"), count)
     yield from _sequence_sizes(config, ((ACTOR, f"{ACTOR}.fsdp_config"), (REF, f"{REF}.fsdp_config")), count)
     yield from _sequence_sizes(config, ((ACTOR,), ("critic", "critic.fsdp_config")), count)
-    if config.actor.sequence_parallel_size > 1 and config.actor.router_replay.mode != "disabled":
-        mode = f"{ACTOR}.router_replay.mode={config.actor.router_replay.mode}"
-        yield f"{mode} does not work with {ACTOR}.{ULYSSES}={config.actor.sequence_parallel_size}; set that to 1."
     yield from _reshard_keys(config)
     if config.rollout.checkpoint_engine.backend == "ipc":
         problem = f"{ROLLOUT}.checkpoint_engine.backend=ipc works on one GPU only"

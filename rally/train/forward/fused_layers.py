@@ -13,7 +13,6 @@ import bisect
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -170,7 +169,9 @@ def hidden_states(model: PreTrainedModel, packed: PackedRows) -> Tensor:
     if (group := ranks_of(model).sequence_group) is not None:
         assert forward == "packed" and packed.images is None, "other forwards do not divide sequences"
         attention = UlyssesAttention(PackedAttention(packed), group, len(packed.ids_T))
-        with nullcontext() if group.rank < len(packed.ids_T) else routed(None):  # the experts of padding do not count
+        own = group.tokens(len(packed.ids_T))[group.rank]
+        tokens = torch.arange(own.start, own.stop, device=packed.ids_T.device)
+        with over_tokens(tokens) if own else routed(None):  # the experts of padding do not count
             return packed_hidden(model, group.own(packed.ids_T), group.own(packed.positions_T), attention)
     if forward == "unpacked":
         return _unpacked_hidden(model, packed)

@@ -191,4 +191,5 @@ class UlyssesAttention:
         size, own = self._group.size, self._lengths[self._group.rank]
         padded = F.pad(x_THD.flatten(1), (0, 0, 0, sum(self._lengths) - self._tokens))
         found_NLW = self._group.exchange(padded, self._lengths, [own] * size).unflatten(0, (size, own))
-        return found_NLW.transpose(0, 1).flatten(1).unflatten(1, (-1, x_THD.shape[-1]))
+        heads_LHD: Tensor = found_NLW.transpose(0, 1).flatten(1).unflatten(1, (-1, x_THD.shape[-1]))
+        return heads_LHD

@@ -114,6 +114,7 @@ class ProcessGroup:
         self.rank, self.world_size, self.device = rank, world_size, device
         interface = interface_of(rendezvous.address)
         self._interface, self._secret, self._seconds = interface, rendezvous.secret.encode(), seconds
+        self._proved = 0
         if device == "cuda":
             torch.cuda.set_device(rendezvous.local_rank)
             if interface is not None:  # NCCL reads it and opens ports at the first collective
@@ -161,7 +162,8 @@ class ProcessGroup:
 
     def _check_members(self, groups: Sequence[Any]) -> None:
         """Raise unless every member of the groups knows the secret, which exists since before they formed."""
-        for number, group in enumerate(groups):
+        for group in groups:
+            number, self._proved = self._proved, self._proved + 1  # so that no proof is used twice
             members = dist.get_process_group_ranks(group)
             proofs = [_proof(self._secret, number, rank) for rank in members]
             gathered = [torch.zeros_like(proofs[0]) for _ in proofs]

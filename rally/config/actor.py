@@ -75,8 +75,11 @@ class FsdpConfig(Section):
     reshard_after_forward: bool = True
     """On several GPUs: free a layer's gathered weights after the forward pass and gather them again for the backward
     pass. No effect on one GPU."""
-    fsdp_size: Int = -1
-    """On several GPUs: -1 or their number. No effect on one GPU."""
+    fsdp_size: Annotated[Int, Field(ge=-1)] = -1
+    """On several GPUs: how many consecutive ones shard a model; the others hold replicas (HSDP). It divides the number
+    of GPUs; -1 is all of them. The actor's applies to all models. No effect on one GPU."""
+    ulysses_sequence_parallel_size: Count = 1
+    """The same as the key of this name beside fsdp_config."""
     forward_prefetch: bool = False
     """Accepted and has no effect: layers are always gathered ahead of time."""
     model_dtype: str = "fp32"
@@ -199,6 +202,9 @@ class ActorConfig(Section):
     use_prefix_grouper: bool = False
     use_torch_compile: bool = False
     ulysses_sequence_parallel_size: Count = 1
+    """On several GPUs: how many consecutive ones divide the tokens of each micro-batch (Ulysses, docs/cluster.md). It
+    divides the number of GPUs and the attention heads. One value applies to the policy, the reference and the critic.
+    No effect on one GPU."""
     entropy_checkpointing: bool = False
     """Accepted and has no effect: the backward pass always recomputes logits, chunk by chunk."""
     calculate_sum_pi_squared: bool = False
@@ -208,6 +214,11 @@ class ActorConfig(Section):
     """The same as model.use_fused_kernels."""
     router_replay: RouterReplay = RouterReplay()
     fsdp_config: FsdpConfig = FsdpConfig()
+
+    @property
+    def sequence_parallel_size(self) -> int:
+        """GPUs that divide the tokens of a micro-batch, by either key."""
+        return max(self.ulysses_sequence_parallel_size, self.fsdp_config.ulysses_sequence_parallel_size)
 
     @property
     def clip_low(self) -> float:
@@ -241,4 +252,5 @@ class RefConfig(LogProbKeys):
 
     use_torch_compile: bool = False
     ulysses_sequence_parallel_size: Count = 1
+    """The same as actor.ulysses_sequence_parallel_size, which applies to all models; 1 follows it."""
     fsdp_config: FsdpConfig = FsdpConfig()

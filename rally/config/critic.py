@@ -54,5 +54,7 @@ class CriticConfig(Section):
     """How value losses are averaged; the same choices as actor.loss_agg_mode."""
     grad_clip: Positive = 1.0
     """The norm that the critic's gradients are clipped to."""
+    ulysses_sequence_parallel_size: Count = 1
+    """The same as actor.ulysses_sequence_parallel_size, which applies to all models; 1 follows it."""
     fsdp_config: FsdpConfig = FsdpConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

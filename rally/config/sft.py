@@ -215,6 +215,13 @@ class SftConfig(Root):
     use_remove_padding: bool = True
     """Accepted and has no effect: sequences are packed, so there is never any padding."""
     ulysses_sequence_parallel_size: Count = 1
+    """On several GPUs: how many consecutive ones divide the tokens of each micro-batch (Ulysses, docs/cluster.md). It
+    divides the number of GPUs and the attention heads. No effect on one GPU."""
+
+    @property
+    def sequence_parallel_size(self) -> int:
+        """GPUs that divide the tokens of a micro-batch, by either key."""
+        return max(self.ulysses_sequence_parallel_size, self.model.fsdp_config.ulysses_sequence_parallel_size)
 
     @property
     def model_path(self) -> str | None:

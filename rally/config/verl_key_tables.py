@@ -40,7 +40,8 @@ UNSHARDED_OFFLOAD = (
 )
 SAMPLED = "the embedded engine samples from the trainer's weights, so they stay on the device"
 ALWAYS_USED = "supervised steps follow each other, so weights are always in use"
-WHOLE = "a sequence is never split over GPUs, which needs more memory and gives the same result"
+WHOLE = "there is one GPU, so no sequence is divided among GPUs, which needs more memory and gives the same result"
+JUDGED_WHOLE = "a conversation is never divided among GPUs, which gives the same score"
 CHUNKS = "logits are always computed in chunks, and again in the backward pass"
 PROFILER = "there is no profiler; timing_s/* reports the time of each part of a step"
 NO_RAY = "it describes a Ray cluster, and this run starts none"
@@ -209,7 +210,7 @@ HINTS: tuple[Hint, ...] = (
     *(Hint(f"reward_model.model.fsdp_config.{name}", "a reward model is not sharded") for name in UNSHARDED),
     Hint("reward_model.rollout.engine_kwargs", JUDGE_ROLLOUT, ({}, None)),
     *(Hint(f"reward_model.{name}", SCORED_BATCHES) for name in ("use_dynamic_bsz", "forward_max_token_len_per_gpu")),
-    Hint("reward_model.ulysses_sequence_parallel_size", WHOLE),
+    Hint("reward_model.ulysses_sequence_parallel_size", JUDGED_WHOLE),
     Hint("reward_model.strategy", "a reward model is not sharded"),
     *(Hint(f"reward_model.rollout.{name}", JUDGE_ROLLOUT) for name in JUDGE_HINTS),
     Hint("model_engine", "one device holds the whole model, several share it by FSDP2", ("dp", "fsdp", "fsdp2", None)),

@@ -34,6 +34,7 @@ from rally.config.verl_key_tables import (
     SFT_MOVES,
     SWITCHED_OFF,
     UNSHARDED_OFFLOAD,
+    WHOLE,
     A,
     M,
     R,
@@ -534,13 +535,21 @@ def _on_ray(tree: Any) -> bool:
     return launcher == "ray" or (launcher in (None, "auto") and str(nodes or 1).isdigit() and int(nodes or 1) > 1)
 
 
+def _on_several_gpus(tree: Any) -> bool:
+    counts = (at(tree, "trainer.nnodes"), at(tree, "trainer.n_gpus_per_node"))
+    return any(str(count).isdigit() and int(count) > 1 for count in counts)
+
+
 def _hints(work: _Work, choices: Mapping[str, str]) -> None:
+    several = _on_several_gpus(work.tree)
     for key, value in list(leaves(work.tree)):
         hint = hint_for(key, SFT_HINTS if work.sft else HINTS)
         if key in RAY_KEYS and _on_ray(work.tree):
             continue
         if key in ROLLOUT_NODES and at(work.tree, "trainer.v1.trainer_mode") != "separate_async":
             work.drop(key, PLACEMENT)
+            continue
+        if several and hint is not None and hint.why == WHOLE:
             continue
         if hint is None or (hint.values and value not in hint.values):
             continue

@@ -18,6 +18,7 @@ from rally.config.actor import FsdpConfig
 from rally.config.checks.multi_gpu import with_rollout_servers
 from rally.config.trainer import RayKwargs, RunConfig
 from rally.distributed.controller import Controller, ControllerSettings
+from rally.distributed.process_group import layout_of
 from rally.models.load import pick_device
 from rally.models.sharding import ALONE, Ranks
 from rally.nodes import THIS_MACHINE, Node, NodeRequest, RayCluster, RaySettings, RunNodes
@@ -61,9 +62,7 @@ def sft(config: SftConfig, console: RunConsole | None = None) -> RunOutcome:
         return sft_run.sft(config, console)
     with (
         _nodes(config.trainer, RayKwargs(), console) as nodes,
-        Controller(
-            _settings(config.trainer, config.model.fsdp_config, SFT_TIMEOUT_SECONDS, nodes.trainer)
-        ) as controller,
+        Controller(_settings(config, config.model.fsdp_config, SFT_TIMEOUT_SECONDS, nodes.trainer)) as controller,
     ):
         return sft_run.sft(config, console, controller)
 
@@ -80,7 +79,7 @@ def _ranks(config: Config, console: RunConsole) -> Iterator[tuple[Ranks, RunNode
             _check_packages(config.trainer)
             console.note(f"each of the {config.trainer.world_size} ranks samples from a copy of the policy")
         seconds = float(config.actor_rollout_ref.nccl_timeout)
-        with Controller(_settings(config.trainer, config.actor.fsdp_config, seconds, nodes.trainer)) as controller:
+        with Controller(_settings(config, config.actor.fsdp_config, seconds, nodes.trainer)) as controller:
             yield controller, nodes
 
 
@@ -93,7 +92,10 @@ def _check_packages(trainer: RunConfig) -> None:
         )
 
 
-def _settings(trainer: RunConfig, fsdp: FsdpConfig, seconds: float, nodes: Sequence[Node]) -> ControllerSettings:
+def _settings(
+    config: Config | SftConfig, fsdp: FsdpConfig, seconds: float, nodes: Sequence[Node]
+) -> ControllerSettings:
+    trainer = config.trainer
     return ControllerSettings(
         world_size=trainer.world_size,
         device=pick_device(trainer.device).type,
@@ -101,6 +103,7 @@ def _settings(trainer: RunConfig, fsdp: FsdpConfig, seconds: float, nodes: Seque
         logs=trainer.run_dir / "ranks",
         timeout_seconds=seconds,
         reshard=fsdp.reshard_after_forward,
+        layout=layout_of(config),
     )
 
 

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -28,10 +28,12 @@ from transformers import PreTrainedModel
 from rally.distributed.process_group import (
     SECRET_VARIABLE,
     ProcessGroup,
+    RankLayout,
     Rendezvous,
     host_store,
     new_secret,
 )
+from rally.models.sequence_parallel import SequenceGroup
 from rally.models.sharding import HostedEngine, M, Message
 from rally.nodes import LOCAL, Node, NodeError, NodeProcess
 from rally.platforms import PLATFORMS
@@ -63,6 +65,7 @@ class ControllerSettings:
     timeout_seconds: float = 600.0
     start_seconds: float = 600.0
     reshard: bool = True
+    layout: RankLayout = field(default_factory=RankLayout)
 
     @property
     def ranks_per_node(self) -> int:
@@ -106,6 +109,10 @@ class Controller:
     def host(self, engine: HostedEngine) -> None:
         self._group.hosted = engine
 
+    @property
+    def sequence_group(self) -> SequenceGroup | None:
+        return self._group.sequence_group
+
     def __enter__(self) -> Controller:
         return self
 
@@ -148,6 +155,7 @@ class Controller:
                 0, settings.world_size, self._rendezvous(0), settings.device, settings.timeout_seconds, store
             )
             self._joined_group.send(plan)
+            self._joined_group.arrange(settings.layout)
 
     def shard(self, model: PreTrainedModel, *, offload: bool = False) -> None:
         self._group.shard(model, ranks=self, reshard=self.settings.reshard, offload=offload)

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -39,9 +39,11 @@ from torch.distributed.fsdp import (
 )
 from transformers import PreTrainedModel
 
+from rally.config import Config, SftConfig
 from rally.distributed.message_encoding import decode, encode
 from rally.models import attention
 from rally.models.residence import DEVICE_ATTRIBUTE
+from rally.models.sequence_parallel import SequenceGroup, check_divisible
 from rally.models.sharding import RANKS_ATTRIBUTE, HostedEngine, M, Message
 from rally.platforms import PLATFORMS
 from rally.train.value_model import HEAD
@@ -90,6 +92,23 @@ def host_store(address: str) -> tuple[TCPStore, str]:
     return store, f"{address}:{port}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class RankLayout:
+    """How ranks divide the work. Consecutive ranks are on one node, as far as possible.
+
+    `fsdp_size` consecutive ranks shard a model among them; the others hold replicas of these shards (HSDP). None: all
+    ranks. `sequence_size` consecutive ranks divide the tokens of a micro-batch (Ulysses)."""
+
+    fsdp_size: int | None = None
+    sequence_size: int = 1
+
+
+def layout_of(config: Config | SftConfig) -> RankLayout:
+    fsdp = (config.model if isinstance(config, SftConfig) else config.actor).fsdp_config
+    size = config.sequence_parallel_size if isinstance(config, SftConfig) else config.actor.sequence_parallel_size
+    return RankLayout(fsdp_size=fsdp.fsdp_size if fsdp.fsdp_size > 0 else None, sequence_size=size)
+
+
 class ProcessGroup:
     """One rank's view of the group. `seconds` bounds every collective within a computation; workers wait for the next
     message without a limit."""
@@ -109,6 +128,8 @@ class ProcessGroup:
         self.token = hmac.digest(rendezvous.secret.encode(), b"engines of the ranks", "sha256").hex()
         self.hosted: HostedEngine | None = None
         interface = interface_of(rendezvous.address)
+        self._interface, self._secret, self._seconds = interface, rendezvous.secret.encode(), seconds
+        self._proved = 0
         platform = PLATFORMS.get(device)
         if platform is not None:
             platform.module.set_device(rendezvous.local_rank)
@@ -127,17 +148,43 @@ class ProcessGroup:
             self._numbers = dist.new_group(backend="gloo", timeout=timeout)
             self._messages = dist.new_group(backend="gloo", timeout=FOREVER if rank else timeout)
         if world_size > 1:
-            self._check_members(rendezvous.secret.encode(), [self._numbers, self._messages])
+            groups = [self._numbers, self._messages]
+            self._check_members([dist.group.WORLD, *groups] if platform is None else groups)
         self._mesh = init_device_mesh(device, (world_size,))
         self._sharded: list[FSDPModule] = []
+        self.sequence_group: SequenceGroup | None = None
 
-    def _check_members(self, secret: bytes, groups: Sequence[Any]) -> None:
+    def arrange(self, layout: RankLayout) -> None:
+        """Form the groups of a layout, which models that are sharded from now on use. All ranks call it."""
+        size, shards, together = self.world_size, layout.fsdp_size or self.world_size, layout.sequence_size
+        assert size % shards == 0 and size % together == 0, "groups of equal size"
+        self._mesh, self.sequence_group = init_device_mesh(self.device, (size,)), None
+        if shards < size:
+            ranks_RF = torch.arange(size).view(-1, shards)
+            groups = [self._subgroup(ranks.tolist()) for ranks in (ranks_RF.t(), ranks_RF)]
+            names = ("replicate", "shard")
+            self._mesh = DeviceMesh.from_group(groups, self.device, mesh=ranks_RF, mesh_dim_names=names)
+        if together > 1:
+            self.sequence_group = SequenceGroup(self._subgroup(torch.arange(size).view(-1, together).tolist()))
+
+    def _subgroup(self, lists: list[list[int]]) -> dist.ProcessGroup:
+        """The group of this rank, among groups of equally many ranks that all ranks form together."""
+        timeout = timedelta(seconds=self._seconds)
+        with _gloo_on(self._interface):
+            own, _ = dist.new_subgroups_by_enumeration(lists, timeout=timeout)
+        assert isinstance(own, dist.ProcessGroup), "every rank is in a group"
+        if self.device not in PLATFORMS:
+            self._check_members([own])
+        return own
+
+    def _check_members(self, groups: Sequence[Any]) -> None:
         """Raise unless every member of the groups knows the secret, which exists since before they formed."""
-        everyone = groups if self.device in PLATFORMS else [None, *groups]  # None: all ranks, over gloo
-        for number, group in enumerate(everyone):
-            proofs = [_proof(secret, number, rank) for rank in range(self.world_size)]
+        for group in groups:
+            number, self._proved = self._proved, self._proved + 1  # so that no proof is used twice
+            members = dist.get_process_group_ranks(group)
+            proofs = [_proof(self._secret, number, rank) for rank in members]
             gathered = [torch.zeros_like(proofs[0]) for _ in proofs]
-            dist.all_gather(gathered, proofs[self.rank].clone(), group=group)
+            dist.all_gather(gathered, proofs[members.index(self.rank)].clone(), group=group)
             if not all(map(torch.equal, gathered, proofs)):
                 raise RallyError("a process that is not a rank of this run has joined its process group; the run stops")
 
@@ -189,6 +236,8 @@ class ProcessGroup:
         """Shard layer by layer, so that no device holds more than one layer whole. Gradients are summed over the ranks
         in float32, not averaged: the weight of each token was fixed before rows were divided among ranks. `offload`:
         shards and their gradients stay in main memory."""
+        if self.sequence_group is not None:
+            check_divisible(model, self.sequence_group.size)
         attention.install(model)
         options: dict[str, Any] = {
             "mesh": self._mesh,

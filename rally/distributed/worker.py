@@ -20,8 +20,9 @@ from transformers import PreTrainedModel
 
 from rally.config import SftConfig
 from rally.distributed.controller import ready_key
-from rally.distributed.process_group import SECRET_VARIABLE, ProcessGroup, Rendezvous
+from rally.distributed.process_group import SECRET_VARIABLE, ProcessGroup, RankLayout, Rendezvous, layout_of
 from rally.models.residence import on_device
+from rally.models.sequence_parallel import SequenceGroup
 from rally.models.sharding import HostedEngine, M, Message, model_state
 from rally.platforms import empty_cache
 from rally.runs import build
@@ -64,8 +65,9 @@ T = TypeVar("T")
 class Worker:
     """`Ranks` as a worker sees them: it sends no messages."""
 
-    def __init__(self, group: ProcessGroup, *, reshard: bool = True) -> None:
+    def __init__(self, group: ProcessGroup, *, reshard: bool = True, layout: RankLayout | None = None) -> None:
         self._group, self._reshard = group, reshard
+        group.arrange(layout or RankLayout())
 
     @property
     def rank(self) -> int:
@@ -85,6 +87,10 @@ class Worker:
 
     def host(self, engine: HostedEngine) -> None:
         self._group.hosted = engine
+
+    @property
+    def sequence_group(self) -> SequenceGroup | None:
+        return self._group.sequence_group
 
     def start(self, plan: Message) -> None:
         """The worker is running: it has received this plan."""
@@ -207,10 +213,11 @@ def executor_of(plan: RunPlan, group: ProcessGroup) -> Executor:
     if plan.checkpoint:
         checkpoint = open_checkpoint(plan.checkpoint, contents=False)  # rank 0 has compared the checksums
     if isinstance(config, SftConfig):
-        ranks = Worker(group, reshard=config.model.fsdp_config.reshard_after_forward)
+        reshard = config.model.fsdp_config.reshard_after_forward
+        ranks = Worker(group, reshard=reshard, layout=layout_of(config))
         policy = sft_policy_of(config, checkpoint, plan.steps, ranks)
         return Executor(policy, sft_settings_of(config))
-    ranks = Worker(group, reshard=config.actor.fsdp_config.reshard_after_forward)
+    ranks = Worker(group, reshard=config.actor.fsdp_config.reshard_after_forward, layout=layout_of(config))
     policy = policy_of(config, checkpoint, plan.steps, ranks)
     start = partial(start_engine, config, policy.model, checkpoint.actor if checkpoint else None)
     update = build.update_settings_of(config)

@@ -21,6 +21,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.nn.utils import get_total_norm
 from transformers import PreTrainedModel
 
+from rally.models.sequence_parallel import SequenceGroup
+
 RANKS_ATTRIBUTE = "rally_ranks"
 BUCKET_BYTES = 256 << 20
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name since torch 2.13
@@ -67,6 +69,11 @@ class Ranks(Protocol):
         """From now on this rank has an engine. It pauses while a message runs, and is closed with the ranks."""
         ...
 
+    @property
+    def sequence_group(self) -> SequenceGroup | None:
+        """The ranks that compute the same micro-batches as this one, each a part of the tokens; None: only this one."""
+        ...
+
     def start(self, plan: Message) -> None:
         """Start all ranks; each builds what the plan describes."""
         ...
@@ -110,6 +117,7 @@ class Alone:
     """A single process that holds everything."""
 
     rank, world_size = 0, 1
+    sequence_group = None
     address, token = "127.0.0.1", ""
 
     def host(self, engine: HostedEngine) -> None:
@@ -149,6 +157,17 @@ ALONE = Alone()
 def ranks_of(model: PreTrainedModel) -> Ranks:
     ranks: Ranks = getattr(model, RANKS_ATTRIBUTE, ALONE)
     return ranks
+
+
+def sequence_size(ranks: Ranks) -> int:
+    """How many ranks compute a micro-batch together."""
+    return 1 if ranks.sequence_group is None else ranks.sequence_group.size
+
+
+def gather_groups(ranks: Ranks, numbers_X: Tensor) -> list[Tensor]:
+    """The numbers of the ranks of different micro-batches: all ranks of a sequence-parallel group have the same ones,
+    which count once."""
+    return ranks.all_gather(numbers_X)[:: sequence_size(ranks)]
 
 
 def full_tensor(value: Tensor) -> Tensor:

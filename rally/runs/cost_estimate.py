@@ -232,7 +232,8 @@ def activation_bytes(config: Config, model_config: PreTrainedConfig, width: int)
     layers, kv_heads, head = shape_of(text)
     history = config.prompt_length + config.response_length
     episodes = config.mini_batch_size * config.rollout.n
-    tokens = min(max(config.actor.ppo_max_token_len_per_gpu, history), episodes * history)
+    own = -(-history // config.actor.sequence_parallel_size)  # of a history, on each GPU
+    tokens = min(max(config.actor.ppo_max_token_len_per_gpu, own), episodes * own)
     qkv = (text.num_attention_heads + 2 * kv_heads) * head
     if width < 4 and text.model_type in FAMILIES:
         # Fused: the residual twice, its norms, the attention output; of the MLP gate, up projection and product.

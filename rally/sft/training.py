@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rally.chat import ChatCodec
 from rally.data import batch_indices
+from rally.models.sharding import gather_groups
 from rally.train.divergence import Tried
 from rally.train.forward.logprobs import token_logprobs
 from rally.train.loss_inputs import over_rows
@@ -110,7 +111,7 @@ def sft_step(
                 mine += loss_M.detach().sum()
                 tried.append(Tried(part.rows, loss_M.detach()))
         norm = take_step(policy, rounds, tried)
-        total = sum(map(float, policy.ranks.all_gather(mine)))
+        total = sum(map(float, gather_groups(policy.ranks, mine)))
     rate = policy.optimizer.param_groups[0]["lr"]
     policy.advance()
     return {"train/loss": total, "train/grad_norm": norm, "train/lr": rate, "train/tokens": float(tokens)}

@@ -21,7 +21,7 @@ from rally.algos.credit_assignment import CreditSettings
 from rally.algos.gae import advantages_and_returns, decisions, explained_variance, value_loss
 from rally.algos.losses import Aggregation, token_weights
 from rally.models.residence import on_device
-from rally.models.sharding import Ranks
+from rally.models.sharding import Ranks, gather_groups
 from rally.train.batch import TrainBatch, batch_of, rows_of, scored_of
 from rally.train.checkpoint.snapshot import Part
 from rally.train.checkpoint.state_shards import state_parts
@@ -87,7 +87,7 @@ class CriticMetrics:
         """The metrics over all ranks, which have run the same mini-batches."""
         loss = sum(map(float, self.losses))
         mine = torch.tensor([self.decisions, loss, float(self.clipped), float(self.predicted)], dtype=torch.float64)
-        decisions, loss, clipped, predicted = sum(ranks.all_gather(mine), torch.zeros_like(mine)).tolist()
+        decisions, loss, clipped, predicted = sum(gather_groups(ranks, mine), torch.zeros_like(mine)).tolist()
         return {
             "critic/vf_loss": loss / max(1, len(self.losses)),
             "critic/vf_clipfrac": clipped / max(1, decisions),

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from rally.models.sharding import Message, Ranks
+from rally.models.sharding import Message, Ranks, gather_groups, sequence_size
 from rally.train.packing import Row, SortedRows
 
 UNBOUND = sys.maxsize
@@ -54,15 +54,18 @@ class MicroBatches(Message):
 
 
 Round = list[list[Row]]
-"""Micro-batches that are computed at the same time: the first one by rank 0, and so on."""
+"""Micro-batches that are computed at the same time: the first one by rank 0 or its sequence-parallel group, and so
+on."""
 
 
 def micro_batches_for(ranks: Ranks, rows: Sequence[Row], limits: MicroBatchLimits) -> list[Round]:
-    """All micro-batches: within the limits, and small enough that every rank gets one. Rank 0 divides the rows; the
-    other ranks get an empty list."""
+    """All micro-batches: within the limits, and small enough that every rank, or group of ranks, gets one. Rank 0
+    divides the rows; the other ranks get an empty list. The token limit is that of one rank, and the ranks of a
+    sequence-parallel group compute a micro-batch together."""
     if ranks.rank > 0:
         return []
-    ordered, tokens, size = SortedRows(rows), limits.max_tokens, ranks.world_size
+    ordered, together = SortedRows(rows), sequence_size(ranks)
+    tokens, size = limits.max_tokens * together, ranks.world_size // together
     if size > 1:
         tokens = max(1, min(tokens, -(-ordered.computed // size)))
     parts = list(ordered.micro_batches(tokens, limits.max_rows))
@@ -72,11 +75,12 @@ def micro_batches_for(ranks: Ranks, rows: Sequence[Row], limits: MicroBatchLimit
 def share_of(ranks: Ranks, rounds: Sequence[Round]) -> list[MicroBatchShare]:
     """The micro-batches that this rank computes, which rank 0 sends; every rank has equally many."""
     everyone = range(ranks.world_size) if ranks.rank == 0 else range(0)
-    return ranks.scatter([MicroBatches([_part(one, rank) for one in rounds]) for rank in everyone]).shares
+    groups = [rank // sequence_size(ranks) for rank in everyone]
+    return ranks.scatter([MicroBatches([_part(one, group) for one in rounds]) for group in groups]).shares
 
 
-def _part(one: Round, rank: int) -> MicroBatchShare:
-    return MicroBatchShare(one[rank]) if rank < len(one) else MicroBatchShare(one[-1], counts=False)
+def _part(one: Round, group: int) -> MicroBatchShare:
+    return MicroBatchShare(one[group]) if group < len(one) else MicroBatchShare(one[-1], counts=False)
 
 
 def parts_of(rounds: Sequence[Round]) -> list[list[Row]]:
@@ -92,11 +96,11 @@ def in_order(
 ) -> list[Tensor]:
     """The numbers of each micro-batch, from all ranks: by default one per sampled token. `mine_M` are those of this
     rank's micro-batches that count. Ranks other than 0 send theirs and get an empty list."""
-    gathered = ranks.all_gather(mine_M)
+    gathered = gather_groups(ranks, mine_M)
     if ranks.rank > 0:
         return []
-    of_rank = [
-        iter(numbers.split([sum(map(count, one[rank])) for one in rounds if rank < len(one)]))
-        for rank, numbers in enumerate(gathered)
+    of_group = [
+        iter(numbers.split([sum(map(count, one[group])) for one in rounds if group < len(one)]))
+        for group, numbers in enumerate(gathered)
     ]
-    return [next(of_rank[rank]) for one in rounds for rank in range(len(one))]
+    return [next(of_group[group]) for one in rounds for group in range(len(one))]

@@ -34,6 +34,7 @@ from rally.algos.distillation import (
 from rally.engines.base import EngineError, PromptLogprobs
 from rally.engines.remote.prompt_logprobs import PromptLogprobsClient, PromptQuery, ServedVocabulary
 from rally.models.lm_head import chunk_rows, head_logits
+from rally.models.sequence_parallel import pair_share
 from rally.models.sharding import ranks_of
 from rally.models.vision import patches_of
 from rally.platforms import from_host
@@ -263,10 +264,11 @@ class Teachers:
 def _topk(model: PreTrainedModel, packed: PackedRows, *, count: int, vocabulary: int) -> tuple[Tensor, Tensor]:
     """The `count` likeliest tokens below `vocabulary` and their log-probabilities, at each position."""
     parts = []
-    for logits in _logits(model, hidden_states(model, packed).index_select(0, packed.predict_U)):
+    share = pair_share(ranks_of(model).sequence_group, packed.predict_U, len(packed.ids_T))
+    for logits in _logits(model, hidden_states(model, packed).index_select(0, share.positions_U)):
         best, ids = logits[:, :vocabulary].topk(min(count, vocabulary, logits.shape[1]))
         parts.append((ids, best - torch.logsumexp(logits, -1, keepdim=True)))
-    ids_UK, logp_UK = (torch.cat(x) for x in zip(*parts, strict=True))
+    ids_UK, logp_UK = (share.gather(torch.cat(x)) for x in zip(*parts, strict=True))
     return ids_UK, logp_UK
 
 
@@ -276,6 +278,7 @@ def _logits(model: PreTrainedModel, hidden_UC: Tensor) -> Iterator[Tensor]:
 
 
 def _full_view(model: PreTrainedModel, packed: PackedRows, settings: DistillationSettings) -> TeacherView:
+    assert ranks_of(model).sequence_group is None, "losses over the whole vocabulary are for one GPU"
     hidden_UC = hidden_states(model, packed).index_select(0, packed.predict_U)
 
     def of_logits(logits_XV: Tensor, at: slice) -> Tensor:

@@ -21,7 +21,7 @@ from rally.algos.losses import Sampled, SurrogateSettings, policy_loss
 from rally.algos.off_policy_correction import CorrectionSettings
 from rally.models.residence import on_device
 from rally.models.routing import Routing, RoutingError, load_metrics, routers_of
-from rally.models.sharding import Ranks
+from rally.models.sharding import Ranks, gather_groups
 from rally.platforms import has_kernels
 from rally.track.timing import Timed, untimed
 from rally.train.batch import TrainBatch
@@ -125,14 +125,14 @@ class UpdateMetrics:
         mine = torch.tensor(
             [self.tokens, *map(float, self.losses), *map(float, self.sums.values())], dtype=torch.float64
         )
-        tokens, *rest = sum(ranks.all_gather(mine), torch.zeros_like(mine)).tolist()
+        tokens, *rest = sum(gather_groups(ranks, mine), torch.zeros_like(mine)).tolist()
         names = [name if "/" in name else f"actor/{name}" for name in self.sums]
         means = {name: v / max(1, tokens) for name, v in zip(names, rest[len(self.losses) :], strict=True)}
         means["actor/pg_loss"] = sum(rest[: len(self.losses)]) / max(1, len(self.losses))
         if self.grad_norms:
             means["actor/grad_norm"] = sum(self.grad_norms) / len(self.grad_norms)
         if self.trained:
-            compared = [torch.cat(ranks.all_gather(torch.cat(x))) for x in (self.trained, self.recorded)]
+            compared = [torch.cat(gather_groups(ranks, torch.cat(x))) for x in (self.trained, self.recorded)]
             means |= _mismatch(*compared) if len(compared[0]) else {}
         means |= {k: sum(one[k] for one in self.corrections) / len(self.corrections) for k in self.correction_names}
         means["actor/trained_tokens"] = tokens
@@ -147,7 +147,10 @@ class UpdateMetrics:
         loads = [self.routing.counts[number].double().cpu() for number in sorted(self.routing.counts)]
         changed = float(self.routing.changed) if self.routing.changed is not None else 0.0
         mine = torch.cat([torch.tensor([changed, self.routing.decided], dtype=torch.float64), *loads])
-        total = sum(ranks.all_gather(mine), torch.zeros_like(mine))
+        # every rank has tokens of its own; one whose micro-batches do not count has no loads
+        total = torch.zeros_like(mine)
+        for numbers in ranks.all_gather(mine):
+            total[: len(numbers)] += numbers[: len(total)]
         metrics = load_metrics(dict(enumerate(total[2:].split([len(load) for load in loads])))) if loads else {}
         if total[1]:
             metrics["actor/router_replay_changed"] = float(total[0] / total[1])
@@ -179,7 +182,7 @@ def _check_mismatch(trained: Sequence[Tensor], recorded: Sequence[Tensor], limit
     trained_M, recorded_M = (torch.cat([torch.zeros(0), *(x.float().cpu() for x in xs)]) for xs in (trained, recorded))
     k3 = float(losses.kl_estimate(recorded_M, trained_M, "k3").sum(dtype=torch.float64))
     mine = torch.tensor([len(trained_M), k3, trained_M.sum(), recorded_M.sum()], dtype=torch.float64)
-    tokens, k3, trained_sum, recorded_sum = sum(ranks.all_gather(mine), torch.zeros_like(mine)).tolist()
+    tokens, k3, trained_sum, recorded_sum = sum(gather_groups(ranks, mine), torch.zeros_like(mine)).tolist()
     if tokens and k3 / tokens > limit:  # a NaN is a matter of the gradient
         raise MismatchError(
             f"the sampled tokens have a mean log-probability of {recorded_sum / tokens:.3f} in the rollout and of "

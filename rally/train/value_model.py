@@ -20,6 +20,7 @@ from transformers import AutoModel, PreTrainedModel
 from rally.models import attention
 from rally.models.load import load_model
 from rally.models.lora import plain_twin
+from rally.models.sequence_parallel import pair_share
 from rally.models.sharding import model_state, ranks_of
 from rally.train.checkpoint.snapshot import copied
 from rally.train.forward.fused_layers import hidden_states
@@ -67,7 +68,7 @@ def token_values(model: PreTrainedModel, packed: PackedRows) -> Tensor:
 
 
 def _token_values(model: PreTrainedModel, packed: PackedRows) -> Tensor:
-    hidden_TC = hidden_states(model, packed)
-    hidden_UC = hidden_TC.index_select(0, packed.predict_U)
+    share = pair_share(ranks_of(model).sequence_group, packed.predict_U, len(packed.ids_T))
+    hidden_UC = hidden_states(model, packed).index_select(0, share.positions_U)
     values_U: Tensor = model.get_submodule(HEAD)(hidden_UC.float()).squeeze(-1)
-    return values_U.index_select(0, packed.pair_M)
+    return share.gather(values_U).index_select(0, packed.pair_M)

@@ -1,28 +1,33 @@
-"""Updates that one process makes alone and two make together. As a program, the second of the two:
-python pair.py RENDEZVOUS."""
+"""Updates that one process makes alone and several make together. As a program, all ranks but the first:
+python pair.py RENDEZVOUS WORLD_SIZE."""
 
+import os
+import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from small_models import make_model
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from train_cases import calm_model, uneven_episodes
+from train_cases import calm_model, episode, segment, uneven_episodes
 from transformers import PreTrainedModel
 
 from benchmarks.architectures import small_model
 from rally.algos.credit_assignment import CreditSettings
 from rally.algos.distillation import DistillationSettings
+from rally.algos.losses import SurrogateSettings
 from rally.algos.off_policy_correction import CorrectionSettings
-from rally.distributed.process_group import ProcessGroup, Rendezvous
+from rally.distributed.process_group import ProcessGroup, RankLayout, Rendezvous
 from rally.distributed.worker import Executor, Worker
 from rally.models import attention
 from rally.models.lora import LoraSettings, add_adapters
+from rally.models.sequence_parallel import UlyssesAttention
 from rally.models.sharding import ALONE, Message, Ranks, copy_gathered, gathered, model_state
 from rally.runs.build.engines import full_weights
 from rally.train.batch import build_batch, rows_of
@@ -31,9 +36,11 @@ from rally.train.critic import Critic, CriticSettings
 from rally.train.offload import ON_DEVICE, OffloadSettings
 from rally.train.policy import OptimizerSettings, Policy
 from rally.train.reference import BaseOfPolicy, FrozenModel, Reference, awake
+from rally.train.startup_check import Difference, compare_forwards, compared_rows
 from rally.train.teacher import Teachers
 from rally.train.update import UpdateSettings, reference_logprobs, update_policy
 from rally.train.value_model import with_value_head
+from rally.types import Episode, Segment
 
 STEPS = 3
 SECONDS = 250.0
@@ -52,6 +59,8 @@ class Case:
     offload: OffloadSettings = ON_DEVICE
     offload_policy: bool = False
     like: str = ""  # the case whose results it must have, to the last bit
+    episodes: Callable[[int], list[Episode]] = uneven_episodes
+    layout: RankLayout = RankLayout()  # noqa: RUF009 it is frozen
 
 
 def settings(**given: Any) -> UpdateSettings:
@@ -113,6 +122,71 @@ def copies_of(case: Case, policy: Policy, ranks: Ranks) -> list[Copies]:
     return [Copies(policy_X, ranks.all_gather(one)) for one in flat]
 
 
+def grouped_episodes(seed: int) -> list[Episode]:
+    """Groups with a common prompt; two episodes of each also begin with the same response."""
+    rng = random.Random(seed)
+    episodes = []
+    for group in "ab":
+        first = segment(rng, "sssoosss", prompt=11)
+        parts = [
+            first,
+            _after(first, segment(rng, "ssssss"), 4),
+            _after(first, segment(rng, "soss"), 0),
+        ]
+        episodes += [episode(f"{group}{i}", group, float(i), one) for i, one in enumerate(parts)]
+    return episodes
+
+
+def _after(first: Segment, rest: Segment, shared: int) -> Segment:
+    fields = ("response_ids", "response_mask", "response_logprobs")
+    joined = {name: getattr(first, name)[:shared] + getattr(rest, name) for name in fields}
+    return Segment(prompt_ids=first.prompt_ids, **joined)
+
+
+def tiny_episodes(seed: int) -> list[Episode]:
+    """A row of which one token is computed, and one of several."""
+    rng = random.Random(seed)
+    return [
+        episode("a0", "a", 1.0, segment(rng, "s", prompt=1)),
+        episode("a1", "a", 0.0, segment(rng, "ssoos", prompt=4)),
+    ]
+
+
+def ulysses(size: int = 2, **given: Any) -> dict[str, Any]:
+    return {"layout": RankLayout(sequence_size=size, **given)}
+
+
+CASES |= {
+    "ulysses": Case(settings(), **ulysses()),
+    "ulysses: a prefix tree": Case(settings(kl_coef=0.1), episodes=grouped_episodes, checkpointing=True, **ulysses()),
+    "ulysses: fewer tokens than ranks": Case(settings(max_rows=1), episodes=tiny_episodes, **ulysses()),
+    "ulysses: a loss over sequences": Case(
+        settings(surrogate=SurrogateSettings(mode="gspo"), max_tokens=25, entropy_coeff=0.01), **ulysses()
+    ),
+    "ulysses: corrected": Case(settings(correction=CorrectionSettings(level="sequence"), max_tokens=25), **ulysses()),
+    "ulysses: adapters": Case(settings(kl_coef=0.1), lora=True, **ulysses()),
+    "ulysses: distillation": Case(
+        settings(distillation=DistillationSettings(mode="forward_kl_topk", topk=4), max_tokens=25), **ulysses()
+    ),
+    "ulysses: sliding windows": Case(settings(max_tokens=25), family="gemma3", **ulysses()),
+    "ulysses: experts, few tokens": Case(settings(max_rows=1), family="qwen3_moe", episodes=tiny_episodes, **ulysses()),
+    "ulysses: experts recorded before the update": Case(
+        settings(max_rows=1, router_replay="R2"), family="qwen3_moe", episodes=tiny_episodes, **ulysses()
+    ),
+    "ulysses: sinks and experts": Case(settings(max_tokens=25), family="gpt_oss", **ulysses()),
+    "ulysses: half precision": Case(settings(max_tokens=25), dtype=torch.bfloat16, **ulysses()),
+}
+FOUR = {
+    "two groups of two": Case(settings(max_tokens=25, kl_coef=0.1), checkpointing=True, **ulysses()),
+    "more ranks than key/value heads": Case(settings(), episodes=grouped_episodes, **ulysses(4)),
+    "shards and replicas": Case(settings(max_tokens=50), layout=RankLayout(fsdp_size=2)),
+    "replicas only": Case(settings(), layout=RankLayout(fsdp_size=1), lora=True),
+    "replicas of half precision": Case(settings(), layout=RankLayout(fsdp_size=2), dtype=torch.bfloat16),
+    "ulysses over replicas": Case(settings(kl_coef=0.1), **ulysses(fsdp_size=2)),
+}
+"""Cases of four ranks."""
+
+
 class Result(NamedTuple):
     weights: dict[str, Tensor]
     metrics: list[dict[str, float]]
@@ -122,7 +196,7 @@ class Result(NamedTuple):
 
 
 def model_for(case: Case, seed: int) -> PreTrainedModel:
-    if case.family in ("qwen3_5_text", "qwen3_moe"):
+    if case.family in ("qwen3_5_text", "qwen3_moe", "gpt_oss"):
         return small_model(case.family)
     model = calm_model(seed) if case.family == "qwen2" else make_model(case.family, seed)
     return model.to(case.dtype)  # type: ignore[arg-type]
@@ -179,14 +253,14 @@ def parts_for(case: Case, ranks: Ranks) -> Executor:
 
 def result_of(case: Case, ranks: Ranks = ALONE) -> Result:
     if isinstance(ranks, Worker):
-        ranks = First(ranks._group, reshard=case.reshard)
+        ranks = First(ranks._group, reshard=case.reshard, layout=case.layout)
     parts = parts_for(case, ranks)
     policy, reference, teachers = parts.policy, parts.reference, parts.teachers
     assert reference is not None
     asked = reference if case.settings.kl_coef else None
     metrics = []
     for seed in range(STEPS):
-        episodes = uneven_episodes(seed)
+        episodes = case.episodes(seed)
         batch = build_batch(episodes[:2] if case.few else episodes)
         if case.few:
             batch = type(batch)(**{**vars(batch), "rows": batch.rows[:1]})
@@ -202,8 +276,8 @@ def result_of(case: Case, ranks: Ranks = ALONE) -> Result:
 
 
 def follow(case: Case, group: ProcessGroup) -> None:
-    """The second rank, which has no rows of its own."""
-    parts = parts_for(case, Worker(group, reshard=case.reshard))
+    """A further rank, which has no rows of its own."""
+    parts = parts_for(case, Worker(group, reshard=case.reshard, layout=case.layout))
     for _ in range(STEPS + 2):
         parts.execute(group.receive())
     copied(parts.policy.state())
@@ -223,17 +297,18 @@ def critic_for(dtype: torch.dtype, ranks: Ranks) -> Critic:
     return Critic(learner, CriticSettings(mini_batch_groups=1, max_tokens=50, forward_max_tokens=60))
 
 
-def taught(dtype: torch.dtype, ranks: Ranks = ALONE) -> Taught:
+def taught(dtype: torch.dtype, ranks: Ranks = ALONE, layout: RankLayout | None = None) -> Taught:
     """A critic that judges and learns."""
-    critic, metrics = critic_for(dtype, First(ranks._group) if isinstance(ranks, Worker) else ranks), []
+    critic = critic_for(dtype, First(ranks._group, layout=layout) if isinstance(ranks, Worker) else ranks)
+    metrics = []
     for seed in range(STEPS):
         judged = critic.judge(uneven_episodes(seed), CreditSettings(estimator="gae"), None)
         metrics.append({**judged.metrics, **critic.update(judged.critic, step=seed)})
     return Taught(model_state(critic.learner.model), metrics, critic.values(rows_of(uneven_episodes())))
 
 
-def follow_critic(dtype: torch.dtype, group: ProcessGroup) -> None:
-    critic = critic_for(dtype, Worker(group))
+def follow_critic(dtype: torch.dtype, group: ProcessGroup, layout: RankLayout | None = None) -> None:
+    critic = critic_for(dtype, Worker(group, layout=layout))
     parts = Executor(critic.learner, settings(), critic=critic)
     for _ in range(2 * STEPS):
         parts.execute(group.receive())
@@ -244,14 +319,49 @@ def follow_critic(dtype: torch.dtype, group: ProcessGroup) -> None:
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-def together(rank: int, rendezvous: Path) -> Worker:
-    return Worker(ProcessGroup(rank, 2, Rendezvous(place=str(rendezvous), secret="pair"), "cpu", SECONDS))
+FOUR_LAYOUT = RankLayout(fsdp_size=2, sequence_size=2)  # of four ranks
+
+
+def compared(group: ProcessGroup) -> list[Difference | str]:
+    """What the start-up check finds with two ranks that divide a sequence, and where their attention is wrong."""
+    policy = policy_for(CASES["ulysses"], Worker(group, layout=RankLayout(sequence_size=2)))
+    texts = [[int(token) for token in torch.arange(40) * step % 97] for step in (7, 11)]
+    right, rows = UlyssesAttention._all_heads, compared_rows(texts, 64)
+    found = compare_forwards(policy.model, rows, 64)
+    with patch.object(UlyssesAttention, "_all_heads", lambda self, x: right(self, x.flip(1))):
+        return [found, compare_forwards(policy.model, rows, 64)]
+
+
+def resumed(group: ProcessGroup) -> dict[str, Any]:
+    """The state of a single process, after shards and replicas have read it."""
+    case = FOUR["replicas of half precision"]
+    policy = policy_for(case, Worker(group, layout=FOUR_LAYOUT))
+    policy.load_state(result_of(case).state)
+    return copied(policy.state())
+
+
+def together(rank: int, rendezvous: Path, world_size: int = 2) -> Worker:
+    place = Rendezvous(place=str(rendezvous), secret="pair")
+    return Worker(ProcessGroup(rank, world_size, place, "cpu", SECONDS))
+
+
+def _number(world_size: int) -> int:
+    """The rank of this process, which forks itself into all ranks but the first."""
+    for rank in range(2, world_size):
+        if os.fork() == 0:
+            return rank
+    return 1
 
 
 if __name__ == "__main__":
-    group = together(1, Path(sys.argv[1]))._group
-    for case in CASES.values():
+    world_size = int(sys.argv[2])
+    rank = _number(world_size)
+    group = together(rank, Path(sys.argv[1]), world_size)._group
+    for case in (CASES if world_size == 2 else FOUR).values():
         follow(case, group)
-    for dtype in DTYPES:
-        follow_critic(dtype, group)
+    for dtype in DTYPES if world_size == 2 else DTYPES[:1]:
+        follow_critic(dtype, group, None if world_size == 2 else FOUR_LAYOUT)
+    (compared if world_size == 2 else resumed)(group)
     group.leave()
+    for _ in range(2, world_size if rank == 1 else 2):
+        assert os.wait()[1] == 0

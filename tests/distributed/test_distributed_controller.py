@@ -55,6 +55,8 @@ def test_a_process_without_the_secret_is_no_rank(monkeypatch: pytest.MonkeyPatch
     group = process_group.ProcessGroup.__new__(process_group.ProcessGroup)
     group.rank, group.world_size, group.device = 0, 2, "cpu"
     secret = process_group.new_secret().encode()
+    group._secret, group._proved = secret, 0
+    monkeypatch.setattr(process_group.dist, "get_process_group_ranks", lambda group: [0, 1])
     assert len(secret) > 40 and "secret=" not in repr(Rendezvous(place="/r", secret=secret.decode()))
     asked: list[int] = []
 
@@ -69,12 +71,12 @@ def test_a_process_without_the_secret_is_no_rank(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(process_group.dist, "all_gather", all_gather)
 
     answering(lambda number, _: process_group._proof(secret, number, 1))
-    group._check_members(secret, ["numbers", "messages"])
+    group._check_members(["world", "numbers", "messages"])
     assert len(asked) == 3
     for wrong in (lambda number, mine: mine, lambda number, mine: torch.zeros(32, dtype=torch.uint8)):
         answering(wrong)
         with pytest.raises(RallyError, match="not a rank of this run"):
-            group._check_members(secret, ["numbers", "messages"])
+            group._check_members(["numbers", "messages"])
 
 
 class Joined:

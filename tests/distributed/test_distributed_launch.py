@@ -31,12 +31,12 @@ def found_by_children(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
 
-def config_of(home: Path, out: Path, ranks: int, steps: int) -> Config:
+def config_of(home: Path, out: Path, ranks: int, steps: int, *more: str) -> Config:
     small = [f"{R}.gpu_memory_utilization=0.02", "data.val_files=null", "trainer.val_before_train=false"]
     loss = [f"{A}.use_kl_loss=true", f"{A}.kl_loss_coef=0.1", f"{A}.ppo_mini_batch_size=2"]
     critic = ["algorithm.adv_estimator=gae"]
     size = [f"trainer.n_gpus_per_node={ranks}", f"trainer.total_training_steps={steps}", "trainer.device=cpu"]
-    return run_config(home, out, *small, *loss, *critic, *size)
+    return run_config(home, out, *small, *loss, *critic, *size, *more)
 
 
 def children(pid: int) -> list[int]:
@@ -84,7 +84,7 @@ def test_runs_go_on_from_each_other_and_a_lost_rank_ends_one_in_words(
     out, paper = tmp_path / "run", Paper()
     train(config_of(home, out, ranks=1, steps=1), paper.console)
     with pytest.raises(LostRank) as caught:
-        train(config_of(home, out, ranks=2, steps=4), paper.console)
+        train(config_of(home, out, 2, 4, f"{A}.ulysses_sequence_parallel_size=2"), paper.console)
     assert time.monotonic() - min(killed.values()) < 15
     words, log = str(caught.value), out / "ranks" / "rank-1.log"
     assert words.startswith("rank 1 of 2") and str(log) in words and "SIGKILL" in words

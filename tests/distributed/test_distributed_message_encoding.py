@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from train_cases import uneven_episodes
 
-from rally.config import ConfigError, load_config
+from rally.config import ConfigError, load_config, load_sft_config
 from rally.distributed.message_encoding import decode, encode, rows_of_arrays, rows_to_arrays
+from rally.distributed.process_group import RankLayout, layout_of
 from rally.models.sharding import ALONE, Alone, M, Message
 from rally.runs.build.models import RunPlan
 from rally.runs.build.run_inputs import RunError
@@ -46,6 +47,7 @@ from rally.train.rank_messages import (
 )
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+ULYSSES = "ulysses_sequence_parallel_size"
 TWO = ("trainer.n_gpus_per_node=2", "trainer.device=cpu")
 
 
@@ -205,7 +207,12 @@ def test_what_a_rank_found_goes_back_to_its_rows() -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ([f"{A}.fsdp_config.fsdp_size=1"], "must be -1 or 2, the number of GPUs; leave it out"),
+        ([f"{A}.fsdp_config.fsdp_size=3"], "fsdp_size=3 must divide 2, the number of GPUs; choose another size"),
+        (["actor_rollout_ref.ref.fsdp_config.fsdp_size=1"], f"{A}.fsdp_config.fsdp_size=-1 applies to all models"),
+        ([f"{A}.{ULYSSES}=3"], f"{ULYSSES}=3 must divide 2, the number of GPUs; choose another size"),
+        ([f"actor_rollout_ref.ref.{ULYSSES}=2"], f"has no effect: {A}.{ULYSSES} applies to all models"),
+        (["algorithm.adv_estimator=gae", f"critic.{ULYSSES}=2"], f"has no effect: {A}.{ULYSSES} applies to all models"),
+        (["trainer.n_gpus_per_node=4", f"{A}.{ULYSSES}=2", f"{A}.fsdp_config.{ULYSSES}=4"], "must be equal; keep one"),
         (
             ["actor_rollout_ref.ref.fsdp_config.reshard_after_forward=false"],
             f"has no effect: {A}.fsdp_config.reshard_after_forward applies to all models",
@@ -244,6 +251,19 @@ def test_loop_workers_have_heartbeats_without_ray() -> None:
     words = ["trainer.node_heartbeat_timeout=5", f"{R}.agent.num_workers=2"]
     for more in (TWO, [f"{R}.name=rally"]):
         assert load_config(overrides=[*more, *words]).trainer.node_heartbeat_timeout == 5
+
+
+@pytest.mark.parametrize("place", [f"{A}.", f"{A}.fsdp_config."])
+def test_the_keys_of_verl_lay_out_the_ranks(place: str) -> None:
+    four = ["trainer.n_gpus_per_node=4", "trainer.device=cpu", "algorithm.adv_estimator=gae"]
+    more = [f"{A}.fsdp_config.fsdp_size=1", f"actor_rollout_ref.ref.{ULYSSES}=2", f"critic.{ULYSSES}=1"]
+    notes: list[str] = []
+    config = load_config(overrides=[*four, f"{place}{ULYSSES}=2", *more], note=notes.append)
+    assert layout_of(config) == RankLayout(fsdp_size=1, sequence_size=2) and not notes
+    one = load_config(overrides=[f"{place}{ULYSSES}=2"], note=notes.append)
+    assert layout_of(one) == RankLayout() and "there is one GPU, so no sequence is divided" in notes[0]
+    sft = load_sft_config(overrides=[*four[:2], "engine.fsdp_size=2", f"{ULYSSES}=4"], note=notes.append)
+    assert layout_of(sft) == RankLayout(fsdp_size=2, sequence_size=4) and len(notes) == 1
 
 
 def test_who_starts_no_ranks_says_so() -> None:

@@ -39,7 +39,14 @@ def test_two_ranks_teach_what_one_teaches(tmp_path: Path, paper: Paper, monkeypa
     write_model(tmp_path / "model")
     for name, count in (("train", 24), ("test", 5)):
         write_rows(conversations(count, {"good": 1.0}, EASY, 0, name), tmp_path / f"{name}.parquet")
-    alone = sft(config_of(tmp_path, tmp_path / "one", "trainer.total_training_steps=3"), paper.console)
+    saved = ("trainer.total_training_steps=3", "trainer.save_freq=1")
+    alone = sft(config_of(tmp_path, tmp_path / "one", *saved), paper.console)
+    divided = config_of(
+        *(tmp_path, tmp_path / "three", "trainer.total_training_steps=3", *TWO),
+        *("ulysses_sequence_parallel_size=2", "engine.fsdp_size=1", "trainer.resume_mode=resume_path"),
+        f"trainer.resume_from_path={tmp_path}/one/checkpoints/global_step_1",
+    )
+    assert sft(divided, paper.console).steps == 3
     both = config_of(
         tmp_path, tmp_path / "two", "trainer.total_training_steps=2", "data.max_token_len_per_gpu=300", *TWO
     )
@@ -50,16 +57,18 @@ def test_two_ranks_teach_what_one_teaches(tmp_path: Path, paper: Paper, monkeypa
         assert [one[name] for one in told] == pytest.approx([one[name] for one in expected], rel=1e-5)
     assert told[-1]["val/loss"] < told[0]["val/loss"] and alone.steps == 3
     last = "checkpoints/global_step_3/actor"
-    one, two = (AutoModelForCausalLM.from_pretrained(tmp_path / name / last) for name in ("one", "two"))
-    for p, q in zip(one.parameters(), two.parameters(), strict=True):
-        assert torch.allclose(p, q, rtol=0, atol=1e-6)
+    one, *others = (AutoModelForCausalLM.from_pretrained(tmp_path / name / last) for name in ("one", "two", "three"))
+    for other in others:
+        for p, q in zip(one.parameters(), other.parameters(), strict=True):
+            assert torch.allclose(p, q, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(
     ("word", "told"),
     [
         ("data.micro_batch_size=4", "is ambiguous with 2 GPUs; leave it out and set data.micro_batch_size_per_gpu"),
-        ("model.fsdp_config.fsdp_size=1", "must be -1 or 2, the number of GPUs; leave it out"),
+        ("model.fsdp_config.fsdp_size=3", "must divide 2, the number of GPUs; choose another size"),
+        ("engine.ulysses_sequence_parallel_size=3", "must divide 2, the number of GPUs; choose another size"),
     ],
 )
 def test_what_is_for_one_gpu_is_one_sentence(word: str, told: str) -> None:

@@ -125,7 +125,7 @@ def test_the_fused_head_and_autograd_give_the_same_masked_gradients() -> None:
         if fused:
             logp, entropy = HeadLogprobs.apply(hidden, weight, packed.targets_U, 1.3, 7, True, packed.masks)
         else:
-            logp, entropy = _any_head(MODEL, hidden, packed, 1.3, 7, True)
+            logp, entropy = _any_head(MODEL, hidden, packed.targets_U, packed.masks, 1.3, 7, True)
         (logp.sum() + 0.5 * entropy.sum()).backward()
         results.append((logp.detach(), entropy.detach(), hidden.grad, weight.grad.clone()))
     for mine, other in zip(*results, strict=True):

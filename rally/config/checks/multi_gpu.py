@@ -10,7 +10,7 @@ from rally.config.schema import ROLLOUT, Config
 from rally.config.sft import SftConfig
 from rally.config.trainer import RunConfig
 
-COUNT = "trainer.n_gpus_per_node"
+COUNT, ULYSSES = "trainer.n_gpus_per_node", "ulysses_sequence_parallel_size"
 ACTOR, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
 TOTAL_SIZES = (
     f"{ACTOR}.ppo_micro_batch_size",
@@ -61,6 +61,8 @@ def multi_gpu(config: Config) -> Iterator[str]:
     yield from _single_gpu_keys(config, SINGLE_GPU_ONLY)
     yield from _ambiguous_sizes(config, TOTAL_SIZES, count)
     yield from _fsdp_sizes(config, (ACTOR, REF, "critic"), count)
+    yield from _sequence_sizes(config, ((ACTOR, f"{ACTOR}.fsdp_config"), (REF, f"{REF}.fsdp_config")), count)
+    yield from _sequence_sizes(config, ((ACTOR,), ("critic", "critic.fsdp_config")), count)
     yield from _reshard_keys(config)
     if config.samples_in_ranks and config.rollout.enable_rollout_routing_replay:
         problem = f"{ROLLOUT}.enable_rollout_routing_replay=true: the engines of several ranks return no expert choices"
@@ -80,6 +82,7 @@ def sft_multi_gpu(config: SftConfig) -> Iterator[str]:
     yield from _single_gpu_keys(config, SFT_SINGLE_GPU_ONLY)
     yield from _ambiguous_sizes(config, ("data.micro_batch_size",), count)
     yield from _fsdp_sizes(config, ("model",), count)
+    yield from _sequence_sizes(config, (("", "model.fsdp_config"),), count)
 
 
 def _launcher(trainer: RunConfig, loop_workers: bool = False) -> Iterator[str]:
@@ -111,10 +114,32 @@ def _ambiguous_sizes(config: Root, keys: Sequence[str], count: int) -> Iterator[
 
 
 def _fsdp_sizes(config: Root, sections: Sequence[str], count: int) -> Iterator[str]:
-    for section in sections:
-        size = look_up(config, f"{section}.fsdp_config.fsdp_size")
-        if size not in (-1, count):
-            yield f"{section}.fsdp_config.fsdp_size={size} must be -1 or {count}, the number of GPUs; leave it out."
+    """The first section's size applies to all models."""
+    key = "fsdp_config.fsdp_size"
+    first, *others = ((f"{section}.{key}", look_up(config, f"{section}.{key}")) for section in sections)
+    name, size = first
+    if size != -1 and (size == 0 or count % size):
+        yield f"{name}={size} must divide {count}, the number of GPUs; choose another size, or leave it out for all."
+    for other, value in others:
+        if value != -1 and value != (count if size == -1 else size):
+            yield f"{other}={value} has no effect: {name}={size} applies to all models; set that, or leave it out."
+
+
+def _sequence_sizes(config: Root, sections: Sequence[Sequence[str]], count: int) -> Iterator[str]:
+    """The first section's size, by either of its keys, applies to all models. 1 is not set."""
+    written = [
+        [(key, size) for place in places if (size := look_up(config, key := f"{place}.{ULYSSES}".lstrip("."))) > 1]
+        for places in sections
+    ]
+    ruling = dict(written[0])
+    for key, size in ruling.items():
+        if count % size:
+            yield f"{key}={size} must divide {count}, the number of GPUs; choose another size, or set it to 1."
+    if len(set(ruling.values())) > 1:
+        yield f"{' and '.join(f'{key}={size}' for key, size in ruling.items())} must be equal; keep one of them."
+    for key, size in (one for some in written[1:] for one in some):
+        if size not in ruling.values():
+            yield f"{key}={size} has no effect: {ACTOR}.{ULYSSES} applies to all models; set that, or leave it out."
 
 
 served = with_rollout_servers  # the name that earlier documentation used

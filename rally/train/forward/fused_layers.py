@@ -40,7 +40,8 @@ from rally.models.forward_variables import checkpoint_contexts
 from rally.models.kernels.dispatch import has_triton
 from rally.models.lora import linear
 from rally.models.residence import device_of
-from rally.models.routing import over_tokens
+from rally.models.routing import over_tokens, routed
+from rally.models.sequence_parallel import UlyssesAttention
 from rally.models.sharding import ranks_of
 from rally.models.state_layers import BranchContext, holds_state
 from rally.models.vision import SeenImages, image_features
@@ -165,17 +166,24 @@ class Ops(NamedTuple):
 
 
 def hidden_states(model: PreTrainedModel, packed: PackedRows) -> Tensor:
-    """Last hidden states [T, C] of the packed tokens."""
+    """Last hidden states [T, C] of the packed tokens; in a sequence-parallel group only those of this rank."""
     forward = training_forward(model)
+    if (group := ranks_of(model).sequence_group) is not None:
+        assert forward == "packed" and packed.images is None, "other forwards do not divide sequences"
+        attention = UlyssesAttention(PackedAttention(packed), group, len(packed.ids_T))
+        own = group.tokens(len(packed.ids_T))[group.rank]
+        tokens = torch.arange(own.start, own.stop, device=packed.ids_T.device)
+        with over_tokens(tokens) if own else routed(None):  # the experts of padding do not count
+            return packed_hidden(model, group.own(packed.ids_T), group.own(packed.positions_T), attention)
     if forward == "unpacked":
         return _unpacked_hidden(model, packed)
     if forward == "masked":
         return _masked_hidden(model, packed)
-    attention = PackedAttention(packed)
+    whole = PackedAttention(packed)
     if _can_fuse(model):
-        return fused_hidden(model, packed.ids_T, packed.positions_T, attention, compiled_ops())
+        return fused_hidden(model, packed.ids_T, packed.positions_T, whole, compiled_ops())
     positions = packed.positions_T if packed.positions_3T is None else packed.positions_3T
-    return packed_hidden(model, packed.ids_T, positions, attention, _image_inputs(model, packed.images))
+    return packed_hidden(model, packed.ids_T, positions, whole, _image_inputs(model, packed.images))
 
 
 TrainingForward = Literal["packed", "masked", "unpacked"]

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from rally.models.lm_head import HeadLogprobs, chunk_rows, head_logits, head_scale, masks_of_chunks, plain_weight
 from rally.models.routing import Routing, routed
+from rally.models.sequence_parallel import PairShare, pair_share
 from rally.models.sharding import ranks_of
 from rally.models.token_masks import TokenMasks
 from rally.train.forward.fused_layers import hidden_states
@@ -56,48 +57,52 @@ def _token_logprobs(
     entropy_gradient: bool,
     of_logits: LogitsFunction | None,
 ) -> TokenLogprobs:
-    hidden_TC = hidden_states(model, packed)
-    hidden_UC = hidden_TC.index_select(0, packed.predict_U)
+    share = pair_share(ranks_of(model).sequence_group, packed.predict_U, len(packed.ids_T))
+    hidden_UC = hidden_states(model, packed).index_select(0, share.positions_U)
+    targets_U, masks = packed.targets_U[share.own], packed.masks
+    if masks is not None and share.group is not None:
+        masks = masks.within(share.own.start, share.own.stop)
     rows = chunk_rows(model.config.get_text_config().vocab_size, hidden_UC.device)
     weight = plain_weight(model)
     if weight is None:
-        logp_U, entropy_U = _any_head(model, hidden_UC, packed, temperature, rows, entropy_gradient)
+        logp_U, entropy_U = _any_head(model, hidden_UC, targets_U, masks, temperature, rows, entropy_gradient)
     else:
         divisor = temperature / (head_scale(model) or 1.0)
-        logp_U, entropy_U = HeadLogprobs.apply(
-            hidden_UC, weight, packed.targets_U, divisor, rows, entropy_gradient, packed.masks
-        )
+        logp_U, entropy_U = HeadLogprobs.apply(hidden_UC, weight, targets_U, divisor, rows, entropy_gradient, masks)
     columns_U = (
-        None if of_logits is None else _over_logits(model, hidden_UC, temperature, rows, of_logits, packed.masks)
+        None if of_logits is None else _over_logits(model, hidden_UC, share, temperature, rows, of_logits, masks)
     )
-    found = (None if x is None else x.index_select(0, packed.pair_M) for x in (logp_U, entropy_U, columns_U))
-    return TokenLogprobs(*found)  # type: ignore[arg-type]
+    all_U = (None if x is None else share.gather(x) for x in (logp_U, entropy_U, columns_U))
+    return TokenLogprobs(*(None if x is None else x.index_select(0, packed.pair_M) for x in all_U))  # type: ignore[arg-type]
 
 
 def _over_logits(
     model: PreTrainedModel,
     hidden_UC: Tensor,
+    share: PairShare,
     temperature: float,
     rows: int,
     function: LogitsFunction,
     masks: TokenMasks | None,
 ) -> Tensor:
-    """The function of all logits, with those masked that a grammar forbids, in chunks whose logits the backward pass
-    computes again."""
+    """The function of this rank's share of the logits, with those masked that a grammar forbids, in chunks whose logits
+    the backward pass computes again."""
 
     def chunk(hidden: Tensor, at: slice, allowed: TokenMasks | None) -> Tensor:
         logits_UV = head_logits(model, hidden).float() / temperature
         return function(logits_UV if allowed is None else allowed.applied(logits_UV), at)
 
-    places = [slice(first, first + rows) for first in range(0, len(hidden_UC), rows)]
-    parts = zip(places, masks_of_chunks(masks, len(hidden_UC), rows), strict=True)
-    return torch.cat([checkpoint(chunk, hidden_UC[at], at, allowed, use_reentrant=False) for at, allowed in parts])
+    begins = range(share.own.start, max(share.own.stop, share.own.start + 1), rows)
+    places = [slice(first, min(first + rows, share.own.stop)) for first in begins]
+    parts = zip(hidden_UC.split(rows), places, masks_of_chunks(masks, len(hidden_UC), rows), strict=True)
+    return torch.cat([checkpoint(chunk, *part, use_reentrant=False) for part in parts])
 
 
 def _any_head(
     model: PreTrainedModel,
     hidden_UC: Tensor,
-    packed: PackedRows,
+    targets_U: Tensor,
+    masks: TokenMasks | None,
     temperature: float,
     rows: int,
     entropy_gradient: bool,
@@ -105,12 +110,9 @@ def _any_head(
     """The same through autograd, for output heads that are more than one matrix. It is the specification of
     `HeadLogprobs`."""
     parts = [
-        checkpoint(_chunk, model, hidden, targets, temperature, entropy_gradient, masks, use_reentrant=False)
-        for hidden, targets, masks in zip(
-            hidden_UC.split(rows),
-            packed.targets_U.split(rows),
-            masks_of_chunks(packed.masks, len(hidden_UC), rows),
-            strict=True,
+        checkpoint(_chunk, model, hidden, targets, temperature, entropy_gradient, allowed, use_reentrant=False)
+        for hidden, targets, allowed in zip(
+            hidden_UC.split(rows), targets_U.split(rows), masks_of_chunks(masks, len(hidden_UC), rows), strict=True
         )
     ]
     logp_U, entropy_U = (torch.cat(x) for x in zip(*parts, strict=True))

@@ -8,14 +8,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from rally.models.residence import device_of
 from rally.models.routing import ExpertRouter, Routing, fitting, routers_of
+from rally.models.sequence_parallel import SequenceGroup
 from rally.models.sharding import ranks_of
 from rally.train.forward.logprobs import token_logprobs
 from rally.train.micro_batches import MicroBatchLimits, in_order, micro_batches_for, parts_of, share_of
-from rally.train.packing import Row, pack, route_array
+from rally.train.packing import PackedRows, Row, pack, route_array
 from rally.types import Routes
 
 
@@ -38,7 +40,7 @@ def recorded_rows(
     for part in share_of(ranks, rounds):
         packed, routing = pack(part.rows, device_of(model)), Routing(record=True)
         token_logprobs(model, packed, temperature, routing=routing)
-        routes_TLk = routing.recorded(len(packed.ids_T)).cpu().numpy()
+        routes_TLk = _recorded(routing, packed, ranks.sequence_group, (layers, experts)).cpu().numpy()
         if part.counts:
             mine.extend(torch.from_numpy(routes_TLk[path].reshape(-1)) for path in packed.paths)
 
@@ -50,6 +52,16 @@ def recorded_rows(
         pieces = numbers.split([count(row) for row in part_rows])
         found |= zip(map(id, part_rows), (piece.numpy().reshape(-1, layers, experts) for piece in pieces), strict=True)
     return [_with_routes(row, found[id(row)]) if len(row.sampled) else row for row in bare]
+
+
+def _recorded(routing: Routing, packed: PackedRows, group: SequenceGroup | None, shape: tuple[int, int]) -> Tensor:
+    """The experts of all packed tokens. Each rank of a sequence-parallel group has recorded those of its own tokens."""
+    if group is None:
+        return routing.recorded(len(packed.ids_T))
+    shares = group.tokens(len(packed.ids_T))
+    own = shares[group.rank]
+    found = routing.recorded(len(packed.ids_T))[own.start : own.stop] if own else packed.ids_T.new_empty((0, *shape))
+    return group.gather(found.int(), [len(share) for share in shares])  # no backend sends 16 bits
 
 
 def _with_routes(row: Row, routes: np.ndarray[Any, Any]) -> Row:

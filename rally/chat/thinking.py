@@ -84,6 +84,8 @@ def _of_thinking(codec: ChatCodec, thinking: Mapping[str, Any]) -> dict[str, Any
             problem = "the model's chat template has no thinking_budget, so budget_tokens cannot be kept"
             raise ThinkingError("thinking", f"{problem}; send type adaptive without it, or leave thinking out")
         return {BUDGET: budget, **({switch: True} if switch else {})}
+    if switch is None and kind == "adaptive":
+        return {}  # the model decides whether to think, and this one decides by itself
     if switch is None:
         problem = "the model's chat template has no variable that switches thinking"
         raise ThinkingError("thinking", f"{problem}; leave it out")

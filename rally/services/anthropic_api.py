@@ -36,6 +36,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "standard_only"),
     "container": (),
 }
+KEEPS_THINKING = {"type": "clear_thinking_20251015", "keep": "all"}
+DEFAULT_EFFORT = "high"  # as if it were left out, by the API's own definition
 
 
 class MessagesRequest(TranslatedRequest):
@@ -53,9 +55,14 @@ class MessagesRequest(TranslatedRequest):
     output_format: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
+    context_management: dict[str, Any] | None = None
 
     def chat(self) -> ChatRequest:
         self.refuse_unknown(HARMLESS, NEUTRAL)
+        edits = (self.context_management or {}).get("edits", [])
+        if edits not in ([], [KEEPS_THINKING]):
+            problem = "context_management would change the messages, which only the client may do here"
+            raise Refused(400, f"{problem}; leave it out", param="context_management")
         system = "" if self.system is None else text_of(self.system, "system", ("text",))
         opening = [{"role": "system", "content": system}] if system else []
         fields = {
@@ -65,7 +72,9 @@ class MessagesRequest(TranslatedRequest):
             "tool_choice": self._choice,
             "parallel_tool_calls": not self.tool_choice.get("disable_parallel_tool_use", False),
             "response_format": self._response_format,
-            "reasoning_effort": (self.output_config or {}).get("effort"),
+            "reasoning_effort": None
+            if (effort := (self.output_config or {}).get("effort")) == DEFAULT_EFFORT
+            else effort,
             "thinking": self.thinking,
             "max_tokens": self.max_tokens,
             "stop": self.stop_sequences or None,

@@ -152,7 +152,8 @@ class OpenAI:
     async def count_tokens(self, request: Request, chat: ChatRequest) -> int:
         self._check(chat)
         chat.check_messages()
-        return len(self._chat_codec(chat).encode_prompt(chat.messages))
+        codec = self._chat_codec(chat)
+        return len(codec.encode_prompt(chat.messages_for(codec)))
 
     def stored_responses(self, request: Request) -> None:
         """Nothing is stored between requests."""
@@ -164,8 +165,9 @@ class OpenAI:
         codec = self._chat_codec(body)
         if body.offered_tools and (problem := codec.format_problem("--tool-format")):
             raise Refused(400, problem, param="tools")
-        prompt = codec.encode_prompt(body.messages)
-        if not self._served.hidden_tools and (missing := left_out(codec, body.messages)):
+        messages = body.messages_for(codec)
+        prompt = codec.encode_prompt(messages)
+        if not self._served.hidden_tools and (missing := left_out(codec, messages)):
             problem = (
                 f"the model's chat template leaves out {missing}, so the model would answer without it; serve the "
                 "model with a template that shows tools (--chat-template FILE), or, if it was trained without seeing "

@@ -165,6 +165,13 @@ class ChatRequest(SamplingRequest):
         except ThinkingError as problem:
             raise Refused(400, str(problem), param=problem.field) from None
 
+    def messages_for(self, codec: ChatCodec) -> list[Message]:
+        """The messages with roles of the model's template: OpenAI's `developer` is its `system`, if it has no other."""
+        if codec.template_mentions("developer"):
+            return self.messages
+        roles = {"developer": "system"}
+        return [{**one, "role": roles.get(one["role"], one["role"])} for one in self.messages]
+
     @property
     def wants_logprobs(self) -> bool:
         return bool(self.logprobs)

@@ -31,7 +31,12 @@ from rally.services.openai_requests import ChatRequest
 from rally.services.openai_responses import Json, StreamBegin, call_key
 from rally.types import Message, RallyError
 
-HARMLESS = frozenset({"metadata", "user", "store", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"})
+HARMLESS = frozenset(
+    {
+        *("metadata", "client_metadata", "user", "store", "safety_identifier"),
+        *("prompt_cache_key", "prompt_cache_retention"),
+    }
+)
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "background": (False,),
     "include": ([], ["reasoning.encrypted_content"]),  # no reasoning item is ever written

@@ -35,6 +35,7 @@ def codec_of(template: str, **variables: Any) -> ChatCodec:
         (DEGREES, {"effort": "low"}, {"reasoning_effort": "low"}),
         (BUDGET, {"thinking": {"type": "enabled", "budget_tokens": 64}}, {"thinking_budget": 64}),
         (TURNS, {"thinking": {"type": "disabled"}}, {}),
+        (TURNS, {"thinking": {"type": "adaptive"}}, {}),
         (TURNS, {}, {}),
     ],
 )

@@ -7,6 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from rally.chat import ChatCodec, tiny_tokenizer
+from rally.chat.tiny_tokenizer import CHAT_TEMPLATE
 from rally.services.admission import Refused
 from rally.services.anthropic_api import MessagesRequest
 from rally.services.responses_api import ResponsesRequest
@@ -20,7 +22,16 @@ keys = st.sampled_from(
 values = st.recursive(leaves, lambda v: st.lists(v, max_size=3) | st.dictionaries(keys, v, max_size=4), max_leaves=12)
 FIELDS = {
     ResponsesRequest: ("input", "tools", "tool_choice", "text", "reasoning", "instructions", "include", "store"),
-    MessagesRequest: ("messages", "tools", "tool_choice", "system", "stop_sequences", "thinking", "output_config"),
+    MessagesRequest: (
+        "messages",
+        "tools",
+        "tool_choice",
+        "system",
+        "stop_sequences",
+        "thinking",
+        "output_config",
+        "context_management",
+    ),
 }
 
 
@@ -71,3 +82,34 @@ def test_results_of_tools_come_before_the_text_of_their_message() -> None:
     assert chat.constraint.only == "f" and chat.messages[2]["tool_call_id"] == "u"
     with pytest.raises(Refused, match="mcp_servers"):
         MessagesRequest.model_validate(body | {"mcp_servers": [{"url": "x"}]}).chat()
+
+
+CODING_AGENT = {
+    "model": "m",
+    "max_tokens": 100,
+    "messages": [{"role": "user", "content": "x"}, {"role": "system", "content": "Agents you may use"}],
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    "output_config": {"effort": "high"},
+}
+"""What Claude Code sends beside its tools."""
+
+
+def test_defaults_that_a_coding_agent_spells_out_ask_for_nothing() -> None:
+    chat = MessagesRequest.model_validate(CODING_AGENT).chat()
+    assert chat.reasoning_effort is None and [m["role"] for m in chat.messages] == ["user", "system"]
+    low = MessagesRequest.model_validate({**CODING_AGENT, "output_config": {"effort": "low"}}).chat()
+    assert low.reasoning_effort == "low"
+    cleared = {"edits": [{"type": "clear_tool_uses_20250919"}]}
+    with pytest.raises(Refused, match="context_management would change the messages"):
+        MessagesRequest.model_validate({**CODING_AGENT, "context_management": cleared}).chat()
+
+
+def test_developers_are_the_system_of_a_template_that_has_no_such_role() -> None:
+    items = [{"role": "developer", "content": "d"}, {"role": "user", "content": "u"}]
+    body = {"model": "m", "input": items, "client_metadata": {"thread": "1"}, "reasoning": {"summary": "auto"}}
+    chat = ResponsesRequest.model_validate(body).chat([])
+    tokenizer = tiny_tokenizer()
+    plain = ChatCodec(tokenizer, "hermes")
+    assert [message["role"] for message in chat.messages_for(plain)] == ["system", "user"]
+    own = ChatCodec(tokenizer, "hermes", chat_template=CHAT_TEMPLATE + "{# 'developer' #}")
+    assert [message["role"] for message in chat.messages_for(own)] == ["developer", "user"]

@@ -28,7 +28,7 @@ from rally.distributed.worker import Executor, Worker
 from rally.models import attention
 from rally.models.lora import LoraSettings, add_adapters
 from rally.models.sequence_parallel import UlyssesAttention
-from rally.models.sharding import ALONE, Message, Ranks, copy_gathered, gathered, model_state
+from rally.models.sharding import ALONE, Message, Ranks, ShardPlace, copy_gathered, gathered, model_state
 from rally.runs.build.engines import full_weights
 from rally.train.batch import build_batch, rows_of
 from rally.train.checkpoint.snapshot import copied
@@ -332,12 +332,12 @@ def compared(group: ProcessGroup) -> list[Difference | str]:
         return [found, compare_forwards(policy.model, rows, 64)]
 
 
-def resumed(group: ProcessGroup) -> dict[str, Any]:
-    """The state of a single process, after shards and replicas have read it."""
+def resumed(group: ProcessGroup) -> tuple[dict[str, Any], dict[str, ShardPlace]]:
+    """The state of a single process, after shards and replicas have read it: what this rank has, and its places."""
     case = FOUR["replicas of half precision"]
     policy = policy_for(case, Worker(group, layout=FOUR_LAYOUT))
     policy.load_state(result_of(case).state)
-    return copied(policy.state())
+    return copied(policy.state()), policy.layout()
 
 
 def together(rank: int, rendezvous: Path, world_size: int = 2) -> Worker:

@@ -343,7 +343,7 @@ def test_rows_that_come_do_not_move_what_a_person_chose(browser: Browser, tmp_pa
         write_step(folder, codec, 3)
         wait_rows(browser, 42)
         assert browser.evaluate(CHOSEN) == names[2]
-        assert browser.wait("[...document.querySelectorAll('.pill small')].map(n => n.innerText).join()") == "33,9"
+        browser.wait("[...document.querySelectorAll('.pill small')].map(n => n.innerText).join() === '33,9'")
         order = browser.evaluate("[...document.querySelectorAll('.rows .tr')].map(r => Number(r.ariaRowIndex))")
         assert order == sorted(order), "read aloud in the order they are seen in"
         browser.press("Enter")

@@ -134,14 +134,10 @@ class CheckpointStore:
         In the background, everything has been copied when this returns, and the previous checkpoint is complete.
         """
         self.wait()
+        others = [*([_sampler_part(sampler_state)] if sampler_state else []), *more]
         with self._reported(step):
             self._clear_work(step)
-        own = policy_parts(policy, tokenizer, step, self._gather(step))
-        parts = [
-            *own,
-            *([_sampler_part(sampler_state)] if sampler_state else []),
-            *more,
-        ]
+        parts = [*policy_parts(policy, tokenizer, step, self._gather(step)), *others]
         if self._background:
             self._background.start(lambda: self._write(step, parts))
         else:

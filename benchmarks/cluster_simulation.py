@@ -565,6 +565,7 @@ def main() -> None:
         if asked.json:
             asked.json.write_text(json.dumps(found, indent=1))
     if asked.page:
+        (asked.page.parent / "images").mkdir(parents=True, exist_ok=True)
         asked.page.write_text(page(found), encoding="utf-8")
         for name, outcomes in found.items():
             (asked.page.parent / "images" / f"cluster_{name}.svg").write_text(drawing(outcomes), encoding="utf-8")

@@ -14,13 +14,14 @@ import argparse
 import asyncio
 import json
 import random
+import re
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from rally.chat import ChatCodec, tiny_tokenizer
 from rally.config import load_config
@@ -44,9 +45,10 @@ class Case:
 
     name: str
     args: dict[str, Any] = field(default_factory=dict)
-    replies: tuple[str, ...] = ()
+    replies: tuple[str, ...] = ()  # none: at random one of the moves that the game has just listed
     turns: int = 3
     tokens: int = 512  # of a response
+    lr: float = 1e-3
     val_size: int = 0  # with validation, its reward before and after training is shown
 
 
@@ -65,6 +67,10 @@ CASES = {
         4,
     ),
     "textarena": Case("textarena/KuhnPoker-v0", {}, ("[check]", "[bet]", "[call]", "[fold]"), 4, 1024),
+    "legal_start": Case("textarena/KuhnPoker-v0", turns=4, tokens=1024, lr=3e-4),
+    "legal_reward": Case(
+        "textarena/KuhnPoker-v0", {"legal_reward": 0.1}, ("[check]", "[bet]", "[call]", "[fold]"), 4, 1024
+    ),
     "self_play": Case(
         "textarena/KuhnPoker-v0",
         {"opponent": "self", "seat": "random"},
@@ -87,6 +93,12 @@ CASES = {
 }
 
 
+def listed_moves(observation: str) -> list[str]:
+    """The moves that a game of TextArena says are available."""
+    *_, said = [line for line in observation.splitlines() if "available actions" in line]
+    return re.findall(r"\[\w+\]", said)
+
+
 async def conversation(case: Case, seed: int) -> tuple[list[Message], list[dict[str, Any]]]:
     """One episode with random replies, and the tools of the environment."""
     rng = random.Random(seed)
@@ -95,7 +107,7 @@ async def conversation(case: Case, seed: int) -> tuple[list[Message], list[dict[
     try:
         messages, tools = await session.reset()
         for turn in range(case.turns):
-            reply = rng.choice(case.replies)
+            reply = rng.choice(case.replies or listed_moves(messages[-1]["content"]))
             calls: tuple[ToolCall, ...] = ()
             said: Message = {"role": "assistant", "content": reply}
             if tools:
@@ -129,8 +141,15 @@ def taught(case: Case, folder: Path, seed: int) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def rewards(case: Case, steps: int, seed: int) -> list[float]:
-    """The mean reward of each training step, or of each validation."""
+class Measured(NamedTuple):
+    """The mean reward of each training step, or of each validation, and the share of the games of each training step
+    that were lost by an invalid move (of TextArena)."""
+
+    rewards: list[float]
+    invalid: list[float]
+
+
+def measured(case: Case, steps: int, seed: int) -> Measured:
     with tempfile.TemporaryDirectory() as home:
         model, out = Path(home) / "model", Path(home) / "run"
         taught(case, model, seed)
@@ -145,7 +164,7 @@ def rewards(case: Case, steps: int, seed: int) -> list[float]:
                 f"data.max_prompt_length={2048 - case.tokens}",
                 f"data.max_response_length={case.tokens}",
             ),
-            *(f"actor_rollout_ref.model.path={model}", "actor_rollout_ref.actor.optim.lr=1e-3"),
+            *(f"actor_rollout_ref.model.path={model}", f"actor_rollout_ref.actor.optim.lr={case.lr}"),
             "actor_rollout_ref.model.enable_gradient_checkpointing=false",
             *("actor_rollout_ref.rollout.n=8", f"actor_rollout_ref.rollout.max_turns={2 * case.turns}"),
             *(f"trainer.default_local_dir={out}", f"trainer.total_training_steps={steps}", "trainer.save_freq=-1"),
@@ -153,7 +172,10 @@ def rewards(case: Case, steps: int, seed: int) -> list[float]:
         ]
         train(load_config(overrides=list(overrides), note=lambda text: None), RunConsole())
         key = f"val-core/{case.name}/reward/mean@1" if case.val_size else "critic/rewards/mean"
-        return [row.metrics[key] for row in RunFolder(out).read_metrics() if key in row.metrics]
+        folder = RunFolder(out)
+        rewards = [row.metrics[key] for row in folder.read_metrics() if key in row.metrics]
+        games = [[e.reward_info.get("invalid_move", 0.0) for e in folder.read_episodes(n + 1)] for n in range(steps)]
+        return Measured(rewards, [fmean(map(float, step)) for step in games])
 
 
 def main() -> None:
@@ -165,14 +187,15 @@ def main() -> None:
     for adapter, case in CASES.items():
         for seed in range(options.seeds if options.only in (None, adapter) else 0):
             began = time.perf_counter()
-            found = rewards(case, options.steps, seed)
+            rewards, invalid = measured(case, options.steps, seed)
             some = 1 if case.val_size else 3
-            first, last = fmean(found[:some]), fmean(found[-some:])
+            first, last = fmean(rewards[:some]), fmean(rewards[-some:])
             kind = "validations" if case.val_size else "steps"
             seconds = time.perf_counter() - began
-            print(
-                f"{adapter} {case.name} seed {seed}: first {some} {kind} {first:.2f}, last {last:.2f} ({seconds:.0f} s)"
-            )
+            told = f"{adapter} {case.name} seed {seed}: first {some} {kind} {first:.2f}, last {last:.2f}"
+            if any(invalid):
+                told += f"; lost by an invalid move {fmean(invalid[:3]):.2f}, {fmean(invalid[-3:]):.2f}"
+            print(f"{told} ({seconds:.0f} s)")
 
 
 if __name__ == "__main__":

@@ -29,6 +29,13 @@ from rich.console import Console
 from rich.table import Table
 
 WORDS = "the river counts seven apples when a train leaves at noon and returns with nine more boxes of tea than it had"
+MEMORY = (
+    "perf/max_memory_allocated_gb",
+    "perf/max_memory_reserved_gb",
+    "perf/memory_retries",
+    "perf/recomputed_layers",
+    "timing_s/update_weights",
+)
 REWARD = '''
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
     """Any number that differs between the answers of a group."""
@@ -50,6 +57,7 @@ class Work:
     response_tokens: int = 256
     steps: int = 6
     on_cpu: bool = False
+    rally_keys: tuple[str, ...] = ()
 
     @property
     def episodes(self) -> int:
@@ -117,12 +125,12 @@ def shared_keys(work: Work) -> list[str]:
         f"data.max_prompt_length={work.prompt_tokens}",
         f"data.max_response_length={work.response_tokens}",
         f"actor_rollout_ref.model.path={work.model}",
-        "actor_rollout_ref.model.enable_gradient_checkpointing=false",
         f"{actor}.ppo_mini_batch_size={work.prompts}",
         f"{actor}.optim.lr=1e-6",
         f"{actor}.use_kl_loss=false",
         f"{rollout}.n={work.answers}",
         f"{rollout}.temperature=1.0",
+        f"{rollout}.max_num_seqs=1024",
         f"trainer.total_training_steps={work.steps}",
         "trainer.val_before_train=false",
         "trainer.save_freq=-1",
@@ -134,16 +142,19 @@ def shared_keys(work: Work) -> list[str]:
 def rally_steps(work: Work, python: str) -> Iterator[Step]:
     run = work.folder / f"rally-{work.task}"
     keys = [*shared_keys(work), f"trainer.default_local_dir={run}", "trainer.resume_mode=auto"]
+    keys += ["actor_rollout_ref.actor.ppo_max_token_len_per_gpu=32768", *work.rally_keys]
     if work.task == "single":
         keys.append(f"custom_reward_function.path={work.folder / 'reward.py'}")
     else:
         keys.append("actor_rollout_ref.rollout.agent_loop_config.tools=[calculator]")
     _run([python, "-m", "rally.cli", "train", *keys], work.folder / f"rally-{work.task}.log")
+    row: dict[str, Any] = {}
     for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         if "timing_s/step" in row:
             seconds = (row["timing_s/step"], row["timing_s/gen"], row["timing_s/update_actor"])
             yield Step("Rally", work.task, int(row["step"]), *seconds, row["sampled_tokens/mean"])
+    print(json.dumps({"system": "Rally", "task": work.task, "last step": {k: row[k] for k in MEMORY if k in row}}))
 
 
 def trl_steps(work: Work, python: str) -> Iterator[Step]:
@@ -164,6 +175,7 @@ def verl_steps(work: Work, python: str) -> Iterator[Step]:
         f"data.val_files={work.rows}",
         f"reward.custom_reward_function.path={work.folder / 'reward.py'}",
         "algorithm.rollout_correction.bypass_mode=true",
+        "actor_rollout_ref.model.enable_gradient_checkpointing=false",
         "actor_rollout_ref.model.use_remove_padding=true",
         f"{actor}.fsdp_config.model_dtype=bf16",
         f"{actor}.fsdp_config.reshard_after_forward=false",
@@ -172,7 +184,6 @@ def verl_steps(work: Work, python: str) -> Iterator[Step]:
         f"{rollout}.name=vllm",
         f"{rollout}.tensor_model_parallel_size=1",
         f"{rollout}.gpu_memory_utilization=0.4",
-        f"{rollout}.max_num_seqs=1024",
         f"{rollout}.max_num_batched_tokens=16384",
         "trainer.nnodes=1",
         "trainer.logger=[console]",
@@ -205,6 +216,21 @@ def _run(command: list[str], log: Path) -> str:
     return text
 
 
+MADE = "made_for.json"
+
+
+def unusable(folder: Path, tasks: list[str], made_for: dict[str, Any], steps: int) -> str | None:
+    """Why the benchmark would measure something else in this folder, or nothing."""
+    if steps < 2:
+        return f"--steps {steps} leaves nothing to measure, because the first step is left out; ask for at least 2"
+    if (folder / MADE).exists() and json.loads((folder / MADE).read_text(encoding="utf-8")) != made_for:
+        return f"{folder} was made with another --tiny or --tokenizer; name another folder"
+    for task in tasks:
+        if (folder / f"rally-{task}").exists():
+            return f"{folder} holds a run of the task {task}, which would be resumed; name another folder"
+    return None
+
+
 def table(steps: list[Step], work: Work) -> Table:
     made = Table(title=f"seconds of a GRPO step, median of the steps after the first; {work.episodes} episodes")
     for name in ("task", "system", "step", "rollout", "update", "samples/s", "sampled tokens", "Rally is faster by"):
@@ -230,18 +256,23 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, help="rows for the task tools")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--rally", action="append", default=[], metavar="KEY=VALUE", help="further keys of Rally alone")
     given = parser.parse_args()
     import torch
 
     on_cpu = not torch.cuda.is_available()
     prompts, tokens = (4, 16) if given.tiny else (128, 256)
-    folder = given.work.absolute()
+    folder, tasks = given.work.absolute(), given.task.split(",")
+    made_for = {"tiny": given.tiny, "tokenizer": str(Path(given.tokenizer).absolute())}
+    if problem := unusable(folder, tasks, made_for, given.steps):
+        parser.error(problem)
     folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / "reward.py").exists():
+    if not (folder / MADE).exists():
         make_work(folder, given.tokenizer, tiny=given.tiny, prompts=prompts)
+        (folder / MADE).write_text(json.dumps(made_for), encoding="utf-8")  # last, when all of it is there
     systems = [("rally", sys.executable), *(tuple(peer.split("=", 1)) for peer in given.peer)]
     steps: list[Step] = []
-    for task in given.task.split(","):
+    for task in tasks:
         tools = task == "tools"
         if tools and not (given.model and given.rows):
             parser.error("the task tools needs --model and --rows")
@@ -255,6 +286,7 @@ def main() -> None:
             answers=4 if given.tiny else 8,
             steps=given.steps,
             on_cpu=on_cpu,
+            rally_keys=tuple(given.rally),
             **{"response_tokens": tokens, **sizes},
         )
         for name, python in systems:

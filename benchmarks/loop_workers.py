@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rally.loops import Job
 from rally.nodes import LOCAL, LocalNode
@@ -72,7 +72,29 @@ class _Node(LocalNode):
         return LOCAL.launch([sys.executable, "-c", WORKER, *command[3:]], environment, log)
 
 
-async def measure(pool: LoopWorkerPool, episodes: int) -> tuple[float, float]:
+class Cost(NamedTuple):
+    """Of one turn."""
+
+    cpu_ms: float  # of this process, the controller
+    turns_per_second: float
+
+
+def measure(workers: int, episodes: int, turns: int, tokens: int) -> Cost:
+    with tempfile.TemporaryDirectory() as folder:
+        plan = {"turns": turns, "tokens": tokens}
+        settings = LoopWorkerSettings(
+            count=workers, max_jobs=64, plan=plan, run=Path(folder), heartbeat_seconds=float("inf")
+        )
+        pool = LoopWorkerPool(settings, [_Node()], _Servers())
+        pool.start()
+        try:
+            cpu, wall = asyncio.run(_play(pool, episodes))
+        finally:
+            pool.close()
+    return Cost(1000 * cpu / (episodes * turns), episodes * turns / wall)
+
+
+async def _play(pool: LoopWorkerPool, episodes: int) -> tuple[float, float]:
     """CPU and wall seconds of this process for so many episodes."""
     while any(worker.writer is None for worker in pool._workers):
         await asyncio.sleep(0.05)
@@ -88,18 +110,9 @@ def main() -> None:
     for name, value in (("workers", 4), ("episodes", 512), ("turns", 8), ("tokens", 300)):
         options.add_argument(f"--{name}", type=int, default=value)
     args = options.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        plan = {"turns": args.turns, "tokens": args.tokens}
-        settings = LoopWorkerSettings(count=args.workers, max_jobs=64, plan=plan, logs=Path(folder))
-        pool = LoopWorkerPool(settings, [_Node()], _Servers())
-        pool.start()
-        try:
-            cpu, wall = asyncio.run(measure(pool, args.episodes))
-        finally:
-            pool.close()
-    turns = args.episodes * args.turns
+    cost = measure(args.workers, args.episodes, args.turns, args.tokens)
     print(f"{args.workers} workers, {args.episodes} episodes of {args.turns} turns of {args.tokens} tokens")
-    print(f"controller: {1000 * cpu / turns:.3f} ms of CPU per turn; {turns / wall:,.0f} turns/s through it")
+    print(f"controller: {cost.cpu_ms:.3f} ms of CPU per turn; {cost.turns_per_second:,.0f} turns/s through it")
 
 
 if __name__ == "__main__":

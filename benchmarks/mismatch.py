@@ -1,6 +1,7 @@
 """Measures how far the trainer's logprobs are from those the engine sampled with, on real weights.
 
     python -m benchmarks.mismatch --model FOLDER_OR_FILE.gguf [--dtype bfloat16] [--episodes 64] [--new 256]
+    python -m benchmarks.mismatch --model FOLDER_OR_FILE.gguf --quantization fp8
     python -m benchmarks.mismatch --model FILE.gguf --save FOLDER
 
 Both run the same module in this process: the engine token by token over its cache, the trainer in packed forwards over
@@ -112,6 +113,7 @@ class Mismatch(NamedTuple):
 
     tokens: int
     k3: float  # mean of exp(d) - 1 - d, an estimate of the divergence between the two
+    mean: float
     most: float
     most_likely: float  # the largest |d| among tokens of a fair probability
     far: float  # the share of tokens with |d| over FAR
@@ -125,6 +127,7 @@ class Mismatch(NamedTuple):
         return cls(
             tokens=d_M.numel(),
             k3=(d_M.expm1() - d_M).mean().item(),
+            mean=far_M.mean().item(),
             most=far_M.max().item(),
             most_likely=likely_M.max().item() if likely_M.numel() else 0.0,
             far=(far_M > FAR).double().mean().item(),
@@ -135,6 +138,7 @@ class Mismatch(NamedTuple):
         return (
             f"tokens compared                  {self.tokens}\n"
             f"mean k3                          {self.k3:.3e}\n"
+            f"mean |d|                         {self.mean:.3e}\n"
             f"largest |d|                      {self.most:.3e}\n"
             f"largest |d| where p > {LIKELY:g}        {self.most_likely:.3e}\n"
             f"share of tokens with |d| > {FAR:g}  {self.far:.2%}\n"
@@ -150,6 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--new", type=int, default=256, help="tokens of an episode at most")
     parser.add_argument("--prompts", type=Path, help="GSM8K or our rows (.jsonl, .parquet) instead of the fixed list")
     parser.add_argument("--deterministic", action="store_true", help="the engine's batch-invariant mode")
+    parser.add_argument("--quantization", choices=["fp8"], help="of the engine's linear layers")
     parser.add_argument("--save", type=Path, help="write the model as a folder, and nothing else")
     options = parser.parse_args(arguments)
     disable_progress_bar()
@@ -176,7 +181,7 @@ def measure(options: argparse.Namespace) -> Mismatch:
     conversations = read_prompts(options.prompts) if options.prompts else [_asked(p) for p in PROMPTS]
     prompts = [codec.encode_prompt(c) for c in itertools.islice(itertools.cycle(conversations), options.episodes)]
     longest = max(map(len, prompts)) + options.new
-    settings = EngineSettings(max_model_len=longest, **mode)
+    settings = EngineSettings(max_model_len=longest, quantization=options.quantization, **mode)
     began = time.perf_counter()
     segments = asyncio.run(sample(model, settings, prompts, options.new, codec.stop_ids))
     sampled = time.perf_counter()

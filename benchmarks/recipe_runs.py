@@ -3,8 +3,9 @@
     python -m benchmarks.recipe_runs search_r1 retool --model FOLDER [--minutes 25] [--dry] [KEY=VALUE]...
 
 Each plan has the model's own score, the supervised start and the training; keys change the training. The data that
-`rally recipes` names is expected under data/. A training of all weights is ended once its last validation is recorded,
-since the checkpoint that would follow is tens of gigabytes and is not used. Runs that exceed the time are ended too. Of
+`rally recipes` names is expected under data/, and for BFCL an environment in envs/bfcl. A training of all weights is
+ended once its last validation is recorded, since the checkpoint that would follow is tens of gigabytes; `tool_use`
+keeps it and evaluates it on BFCL. Runs that exceed the time are ended too. Of
 a supervised start the weights are kept, and the state for resuming is removed. Metrics and episodes stay in runs/, the
 output in runs/printed/. Existing runs are not touched: move them away first.
 """
@@ -43,8 +44,8 @@ class Stage(NamedTuple):
         return RUNS / self.name
 
 
-def evaluated(recipe: str, model: str) -> Stage:
-    name = f"{recipe}_as_it_is"
+def evaluated(recipe: str, model: str, name: str | None = None) -> Stage:
+    name = name or f"{recipe}_as_it_is"
     path = f"actor_rollout_ref.model.path={model}"
     return Stage(name, ("eval", "--recipe", recipe, path, f"trainer.experiment_name={name}"))
 
@@ -69,7 +70,26 @@ def variant(name: str, model: str, *more: str) -> Stage:
 def plans(model: str) -> dict[str, tuple[Stage, ...]]:
     base = f"actor_rollout_ref.model.path={model}"
     adapters = trained("gsm8k_tool/lora", "gsm8k_tool_lora", 24, 12, base)
+    tools = trained("tool_use", "tool_use", 40, 10, "trainer.save_freq=40")
+    checkpoint = str(tools.folder / "checkpoints" / "global_step_40" / "actor")
     return {
+        "shaping": (
+            taught("gsm8k_tool", "gsm8k_tool_sft", model),
+            trained("gsm8k_tool/shaping", "gsm8k_tool_shaping", 60, 10),
+        ),
+        "reasoning_gym": (trained("reasoning_gym", "reasoning_gym", 40, 10, base),),  # validated before its first step
+        "tool_use": (
+            evaluated("tool_use", model),
+            evaluated("tool_use/eval_bfcl", model, "bfcl_as_it_is"),
+            taught("tool_use", "tool_use_sft", model),
+            tools._replace(steps=None),
+            evaluated("tool_use/eval_bfcl", checkpoint, "bfcl_after_tool_use"),
+        ),
+        "repair": (
+            evaluated("repair", model),
+            taught("repair", "repair_sft", model),
+            trained("repair", "repair", 30, 10),
+        ),
         "search_r1": (
             evaluated("search_r1", model),
             taught("search_r1", "search_r1_sft", model),

@@ -3,6 +3,7 @@
     python -m benchmarks.rollout --engine embedded,hf --shape qwen2.5-1.5b --workloads single,multi-256,multi-1024
     python -m benchmarks.rollout --engine vllm --running 256,512 --out runs/vllm.md
     python -m benchmarks.rollout --engine embedded --workloads single --profile runs/profile.txt
+    python -m benchmarks.rollout --engine embedded --quantization fp8 --mismatch
 
 An engine that is not installed is named and skipped. `--shape tiny` divides all lengths and numbers by 16, to try the
 script on a CPU.
@@ -103,6 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="a Markdown file for the tables")
     parser.add_argument("--profile", type=Path, help="a file for torch's profile of 20 decode steps of our engine")
     parser.add_argument("--mismatch", action="store_true", help="compare our engine with the training forward, too")
+    parser.add_argument("--quantization", choices=["fp8"], help="of the linear layers of our engine")
     options = parser.parse_args(arguments)
     disable_progress_bar()
     try:
@@ -113,6 +115,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
+    others = [name for name in options.engine.split(",") if not issubclass(ENGINES.get(name, Embedded), Embedded)]
+    if options.quantization and others:
+        raise RallyError(f"--quantization is for engines of Rally, not for {', '.join(others)}; leave them out")
+    Embedded.quantization = options.quantization
     shape = shape_named(options.shape)
     workloads = [Workload.named(name).shortened(shape.shrink) for name in options.workloads.split(",")]
     circumstances = Circumstances()

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -265,21 +265,26 @@ class Embedded(Conversing):
     name = "embedded"
     deterministic = False
     return_routes = False
+    quantization: Literal["fp8"] | None = None
 
     def __init__(self, shape: Shape, longest: int, running: int) -> None:
         from rally.engines.embedded import EmbeddedEngine, EngineSettings
 
         super().__init__(shape)
+        if self.quantization is not None:
+            self.name = f"{self.name} {self.quantization}"
         settings = EngineSettings(
             max_model_len=longest + ROOM,
             max_num_seqs=running,
             memory_share=MEMORY_SHARE,
             deterministic=self.deterministic,
             return_routes=self.return_routes,
+            quantization=self.quantization,
         )
         self.engine = EmbeddedEngine(random_model(shape), settings)
+        self.engine.core.prepare()  # as `rally train` does, and this too:
         gc.collect()
-        gc.freeze()  # as `rally train` does
+        gc.freeze()
 
     async def sample(self, ids: Sequence[int], count: int) -> Reply:
         params = SamplingParams(temperature=1.0, max_tokens=count, ignore_eos=True)

@@ -1,6 +1,7 @@
 """Seconds and differences of the check at the start of a run, on a real model.
 
 python -m benchmarks.startup_check MODEL [--dtype bfloat16] [--max-model-len 4096] [--no-checkpointing]
+    [--quantization fp8]
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--no-checkpointing", action="store_true")
+    parser.add_argument("--quantization", choices=["fp8"])
     options = parser.parse_args()
     tokenizer = load_tokenizer(options.model)
     model = load_model(options.model, device=pick_device("auto"), dtype=options.dtype)
@@ -32,7 +34,8 @@ def main() -> None:
     texts = [tokenizer((root / name).read_text())["input_ids"][:400] for name in ("README.md", "docs/design.md")]
     attention.install(model)
     policy = Policy(model, OptimizerSettings(), 1, gradient_checkpointing=not options.no_checkpointing)
-    engine = EmbeddedEngine(model, EngineSettings(max_model_len=options.max_model_len, max_num_seqs=64))
+    settings = EngineSettings(max_model_len=options.max_model_len, max_num_seqs=64, quantization=options.quantization)
+    engine = EmbeddedEngine(model, settings)
     for attempt in ("first", "second"):
         began = time.perf_counter()
         forward = check_training(policy, compared_rows(texts, options.max_model_len), options.max_model_len, print)

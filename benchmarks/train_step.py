@@ -1,8 +1,10 @@
 """Measures the speed and memory of a training step on this device, and checks its log-probabilities.
 
     python -m benchmarks.train_step [--tiny]
+    python -m benchmarks.train_step --grpo 128x8:204+256 [--max-tokens 16384 32768] [--lora 32] [--profile FILE]
 
-On one H200 it takes under four minutes. Weights are random: the time of a step does not depend on them.
+On one H200 the first takes under four minutes. Weights are random: the time of a step does not depend on them. The
+second measures one GRPO update of so many prompts x answers and their tokens, and writes what each kernel costs.
 `--tiny` runs everything on a small shape in seconds, on a CPU too.
 """
 
@@ -10,22 +12,30 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import math
 import random
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from typing import Literal, get_args
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config
 
 from rally.models import attention
 from rally.models.load import pick_device, pick_dtype
+from rally.models.lora import LoraSettings, add_adapters
+from rally.platforms import use_expandable_segments
 from rally.sft.training import SftSettings, sft_step
+from rally.track.timing import memory_used
 from rally.train.batch import TrainBatch
 from rally.train.forward import fused_layers
 from rally.train.forward.logprobs import token_logprobs
@@ -34,6 +44,9 @@ from rally.train.policy import OptimizerSettings, Policy
 from rally.train.update import UpdateSettings, update_policy
 
 Step = Callable[[], object]
+Kept = Literal["checkpointing", "as memory allows", "all kept"]
+"""Which layers keep their activations."""
+EVERY = 10**6  # layers to compute again
 
 
 @dataclass(frozen=True)
@@ -81,10 +94,13 @@ def build(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype | N
     return model
 
 
-def our_policy(config: PreTrainedConfig, device: torch.device, checkpointing: bool) -> Policy:
+def our_policy(config: PreTrainedConfig, device: torch.device, kept: Kept, lora: int = 0) -> Policy:
     model = build(config, device)
+    if lora:
+        add_adapters(model, LoraSettings(rank=lora, alpha=lora), "nowhere")
     attention.install(model)
-    return Policy(model, OptimizerSettings(lr=1e-6), 100, gradient_checkpointing=checkpointing)
+    settings, some = OptimizerSettings(lr=1e-6), kept == "as memory allows"
+    return Policy(model, settings, 100, gradient_checkpointing=kept != "all kept", recompute=None if some else EVERY)
 
 
 def row(rng: random.Random, vocabulary: int, prompt: list[int], answer: int, episode: int = 0) -> Row:
@@ -187,16 +203,17 @@ def measure_shape(name: str, config: PreTrainedConfig, device: torch.device, siz
     budget = sizes.rows * sizes.length
     steps = f"{sizes.rows} x {sizes.length}"
     found = [measure(name, f"{steps}, transformers, checkpointing", rows, lambda: plain_step(config, device, rows))]
-    for how, checkpointing in (("checkpointing", True), ("all kept", False)):
-        make = partial(_fresh_step, config, device, checkpointing, rows, budget)
-        found.append(measure(name, f"{steps}, Rally, {how}", rows, make))
+    for kept in get_args(Kept):
+        make = partial(_fresh_step, config, device, kept, rows, budget)
+        found.append(measure(name, f"{steps}, Rally, {kept}", rows, make))
     large = plain_rows(vocabulary, max(1, sizes.large // sizes.length), sizes.length)
-    make = partial(_fresh_step, config, device, True, large, sizes.large)
+    make = partial(_fresh_step, config, device, "checkpointing", large, sizes.large)
     found.append(measure(name, f"one micro-batch of {sizes.large}, Rally, checkpointing", large, make, 1))
-    for shared in (False, True):
-        found.append(measure_grpo(name, config, device, sizes, shared))
+    found.append(measure_grpo(name, config, device, sizes, "checkpointing", shared=False))
+    for few in ("checkpointing", "as memory allows"):
+        found.append(measure_grpo(name, config, device, sizes, few, shared=True))
     with through_the_module():
-        make = partial(_fresh_step, config, device, False, rows, budget)
+        make = partial(_fresh_step, config, device, "all kept", rows, budget)
         found.append(measure(name, f"{steps}, Rally through the module's own layers, all kept", rows, make))
     return found
 
@@ -211,24 +228,26 @@ def through_the_module() -> Iterator[None]:
         fused_layers._can_fuse = can_fuse
 
 
-def _fresh_step(config: PreTrainedConfig, device: torch.device, checkpointing: bool, rows: list[Row], n: int) -> Step:
-    return our_step(our_policy(config, device, checkpointing), rows, n)
+def _fresh_step(config: PreTrainedConfig, device: torch.device, kept: Kept, rows: list[Row], n: int) -> Step:
+    return our_step(our_policy(config, device, kept), rows, n)
 
 
-def measure_grpo(name: str, config: PreTrainedConfig, device: torch.device, sizes: Sizes, shared: bool) -> Measured:
+def measure_grpo(
+    name: str, config: PreTrainedConfig, device: torch.device, sizes: Sizes, kept: Kept, *, shared: bool
+) -> Measured:
     rows = grpo_rows(config.vocab_size, sizes, shared)
     batch = train_batch(rows, sizes.answers)
     settings = UpdateSettings(mini_batch_groups=sizes.prompts, max_tokens=sizes.large // 2)
     computed = sum(len(pack(part, torch.device("cpu")).ids_T) for part in micro_batches(rows, settings.max_tokens))
 
     def make() -> Step:
-        policy = our_policy(config, device, True)
+        policy = our_policy(config, device, kept)
         sft_step(policy, rows[:4], SftSettings(batch_size=4, max_tokens=settings.max_tokens))
         return partial(update_policy, policy, batch, settings)
 
     shape = f"GRPO {sizes.prompts} x {sizes.answers} ({sizes.prompt} + {sizes.answer})"
     kind = "shared prompts" if shared else "prompts of their own"
-    return measure(name, f"{shape}, {kind}, {computed:,} computed", rows, make, 1)
+    return measure(name, f"{shape}, {kind}, {kept}, {computed:,} computed", rows, make, 1)
 
 
 @torch.no_grad()
@@ -260,6 +279,34 @@ def _transformers_logprobs(model: PreTrainedModel, one: Row) -> torch.Tensor:
     return logp.gather(1, ids[at, None]).squeeze(1)
 
 
+def measure_update(options: argparse.Namespace, name: str, config: PreTrainedConfig, device: torch.device) -> None:
+    """GRPO updates of the given size, each after one that compiles, and a profile of the last."""
+    prompts, answers, prompt, answer = (int(x) for x in re.split(r"[x:+]", options.grpo))
+    sizes = Sizes(prompts=prompts, answers=answers, prompt=prompt, answer=answer)
+    rows, lines = grpo_rows(config.vocab_size, sizes, shared=True), []
+    for kept, max_tokens in itertools.product(options.kept, options.max_tokens):
+        settings = UpdateSettings(mini_batch_groups=prompts, max_tokens=max_tokens)
+        parts = list(micro_batches(rows, max_tokens))
+        computed = sum(len(pack(part, torch.device("cpu")).ids_T) for part in parts)
+        policy = our_policy(config, device, kept, options.lora)
+        step = partial(update_policy, policy, train_batch(rows, answers), settings)
+        what = f"{options.grpo}, LoRA {options.lora}, {kept}, {len(parts)} micro-batches, {computed:,} computed"
+        lines.append(measure(name, what, rows, lambda step=step: step, options.repetitions))  # type: ignore[misc]
+        print({**policy.recomputed(), **memory_used()}, flush=True)
+        if options.profile:
+            few = [r for r in rows if r.episode < 2 * max_tokens // answer]
+            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+            with profile(activities=activities) as recorded:
+                update_policy(policy, train_batch(few, answers), settings)
+                synchronize()
+            by = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
+            text = recorded.key_averages().table(sort_by=by, row_limit=60, max_name_column_width=110)
+            with options.profile.open("a", encoding="utf-8") as file:
+                file.write(f"{what}; {len(few)} rows\n{text}\n")
+        del policy, step
+    Console(width=170).print(table(lines))
+
+
 def table(lines: list[Measured]) -> Table:
     made = Table("shape", "step", "tokens/s", "seconds", "peak GB", title="training steps")
     for one in lines:
@@ -273,8 +320,21 @@ def table(lines: list[Measured]) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.train_step", description="A training step, measured.")
     parser.add_argument("--tiny", action="store_true", help="a small shape: seconds, on a CPU too")
-    tiny = parser.parse_args().tiny
-    device = pick_device()
+    parser.add_argument("--grpo", metavar="PxA:T+T", help="measure one GRPO update of this size")
+    parser.add_argument("--max-tokens", type=int, nargs="+", default=[16384], help="of a micro-batch of it")
+    parser.add_argument("--kept", nargs="+", choices=get_args(Kept), default=["as memory allows"])
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK")
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--profile", type=Path, help="a file to which the table of its kernels is appended")
+    options = parser.parse_args()
+    if options.grpo and re.fullmatch(r"[1-9]\d*x[1-9]\d*:[1-9]\d*\+[1-9]\d*", options.grpo) is None:
+        parser.error(f"--grpo {options.grpo} is no size; write prompts x answers : tokens of both, like 128x8:204+256")
+    tiny, device = options.tiny, pick_device()
+    use_expandable_segments(device)  # as a run does
+    if options.grpo:
+        name, config = list(shapes(tiny).items())[-1]
+        measure_update(options, name, config, device)
+        return
     sizes = Sizes(4, 24, 192, 3, 4, 16, 8) if tiny else Sizes()
     console = Console(width=150)
     configs = shapes(tiny)

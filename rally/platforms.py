@@ -7,12 +7,16 @@ function needs it, because loading a configuration must stay fast.
 
 from __future__ import annotations
 
+import mmap
 import os
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
+
+from rally.types import RallyError
 
 if TYPE_CHECKING:
     import torch
@@ -87,6 +91,26 @@ NPU = Platform(
 PLATFORMS = {platform.device_type: platform for platform in (CUDA, NPU)}
 """By torch's name of the device."""
 
+SHARED_VARIABLE, SEVERAL_ON_ONE_GPU = "RALLY_RANKS_SHARE_GPUS", "NCCL_MULTI_RANK_GPU_ENABLE"
+SHARED_BACKENDS = (CUDA.backend, "gloo")
+
+
+def shared_backend() -> str | None:
+    """The backend of torch.distributed for ranks that share GPUs (RALLY_RANKS_SHARE_GPUS), which is for tests on
+    machines with fewer GPUs than ranks. None: each rank has a device of its own."""
+    value = os.environ.get(SHARED_VARIABLE) or None
+    if value is not None and value not in SHARED_BACKENDS:
+        raise RallyError(f"{SHARED_VARIABLE}={value} is not a backend; set it to {' or '.join(SHARED_BACKENDS)}")
+    return value
+
+
+def rank_device(platform: Platform, local_rank: int) -> torch.device:
+    """The device of a rank, by its number on its node."""
+    import torch
+
+    index = local_rank % platform.device_count() if shared_backend() is not None else local_rank
+    return torch.device(platform.device_type, index)
+
 
 def named_platform(device_type: str) -> Platform:
     """The platform that trainer.device names. `auto` is the first of which this machine has a device, else CUDA."""
@@ -110,9 +134,72 @@ def has_kernels(device: torch.device) -> bool:
     return platform is not None and platform.kernels
 
 
+FP8_CAPABILITY = (8, 9)  # the least compute capability of GPUs that multiply 8-bit floats
+
+
+def fp8_problem(device: torch.device) -> str | None:
+    """Why a device cannot multiply matrices of 8-bit floats; None if it can. A CPU can, in plain torch."""
+    import torch
+
+    if not on_accelerator(device):
+        return None
+    if not has_kernels(device) or torch.version.hip is not None:
+        return f"runs on NVIDIA GPUs and on CPUs, not on {device.type} here"
+    capability = torch.cuda.get_device_capability(device)
+    if capability >= FP8_CAPABILITY:
+        return None
+    has, least = (".".join(map(str, numbers)) for numbers in (capability, FP8_CAPABILITY))
+    name = torch.cuda.get_device_name(device)
+    return f"needs a GPU of compute capability {least} or more, and {name} has {has}"
+
+
 def empty_cache(device: torch.device) -> None:
     if platform := platform_of(device):
         platform.empty_cache()
+
+
+def wait_for_stream(device: torch.device) -> None:
+    """Wait until the device has done the work of this thread's current stream."""
+    if platform := platform_of(device):
+        platform.module.current_stream(device).synchronize()
+
+
+@contextmanager
+def deterministic_algorithms(device: torch.device) -> Iterator[None]:
+    """Within it each operation of torch on an accelerator gives the same bits each time, or raises an error. Otherwise
+    the gradient of flash attention, for one, adds in the order in which blocks of threads end."""
+    import torch
+
+    if platform_of(device) is None:
+        yield
+        return
+    memory: Any = import_module("torch.utils.deterministic")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch wants it set, and reads it at each product
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = memory.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    memory.fill_uninitialized_memory = False  # it would write all new memory
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        memory.fill_uninitialized_memory = filled
+
+
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def use_expandable_segments(device: torch.device) -> bool:
+    """Let torch's allocator on a GPU extend what it has instead of adding blocks of fixed sizes. Blocks that fit
+    micro-batches of one length do not fit those of the next, so it would reserve the whole GPU for two thirds of it,
+    and start over when that is full. Returns False, and does nothing, where the user has configured the allocator.
+    Child processes are not concerned: servers that sleep refuse such memory."""
+    if not has_kernels(device) or any(os.environ.get(name) for name in ALLOCATOR_VARIABLES):
+        return False
+    import torch
+
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    return True
 
 
 def memory_info(device: torch.device) -> tuple[int, int]:
@@ -124,6 +211,15 @@ def memory_info(device: torch.device) -> tuple[int, int]:
     return int(free), int(total)
 
 
+def memory_left(device: torch.device) -> int | None:
+    """Bytes that tensors can still get on an accelerator, with what torch has cached; None for a CPU."""
+    platform = platform_of(device)
+    if platform is None:
+        return None
+    free, _ = platform.module.mem_get_info(device)
+    return int(free + platform.module.memory_reserved(device) - platform.module.memory_allocated(device))
+
+
 def fork_rng(device: torch.device) -> AbstractContextManager[None]:
     """A context after which the random state of the CPU and of the device is what it was before."""
     import torch
@@ -131,6 +227,58 @@ def fork_rng(device: torch.device) -> AbstractContextManager[None]:
     if not on_accelerator(device):
         return torch.random.fork_rng(devices=[])
     return torch.random.fork_rng(devices=[device.index or 0], device_type=device.type)
+
+
+REGISTERED = 2**20  # bytes from which memory is pinned in its own size
+
+
+def pinned_memory(size: int, device: torch.device) -> Tensor:
+    """So many bytes of main memory that an accelerator copies from and to by itself; ordinary memory for a CPU. torch
+    rounds what it pins up to a power of two, which can double the states of an optimizer, and keeps it when it is
+    freed. CUDA pins memory in its own size as well."""
+    import torch
+
+    platform = platform_of(device)
+    if platform is None:
+        return torch.empty(size, dtype=torch.uint8)
+    if platform.kernels and size >= REGISTERED:
+        # private: the memory of a shared mapping has small pages, whatever is advised
+        try:
+            memory = _Registered(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as problem:
+            raise RallyError(_not_pinned(size, str(problem))) from problem
+        memory.madvise(mmap.MADV_DONTFORK)  # a process that is forked would copy all pinned pages
+        with suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to pin
+        whole = torch.frombuffer(memory, dtype=torch.uint8)
+        with platform.module.device(device):
+            memory.register(platform.module.cudart(), whole.data_ptr())
+        return whole
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+
+def _not_pinned(size: int, why: str) -> str:
+    return (
+        f"{size:,} bytes of main memory cannot be pinned ({why}); free main memory, or leave out what rests there: "
+        "optimizer_offload=true, or weights for checkpoint_engine.backend=nccl"
+    )
+
+
+class _Registered(mmap.mmap):
+    """Anonymous memory that CUDA pins until nothing uses it."""
+
+    registered: tuple[Any, int] | None = None
+
+    def register(self, runtime: Any, address: int) -> None:
+        if problem := int(runtime.cudaHostRegister(address, len(self), 0)):
+            raise RallyError(_not_pinned(len(self), f"CUDA error {problem}"))
+        self.registered = (runtime, address)
+
+    def __del__(self) -> None:
+        if self.registered is not None:
+            runtime, address = self.registered
+            with suppress(Exception):  # at the end of the process CUDA may be gone
+                runtime.cudaHostUnregister(address)
 
 
 def from_host(tensor: Tensor, device: torch.device) -> Tensor:

@@ -121,20 +121,20 @@ class SamplingParams:
         if not 0 < self.top_p <= 1:
             raise RallyError(f"top_p must lie in (0, 1], not {self.top_p}")
         if not (self.top_k == -1 or 1 <= self.top_k <= INT32):
-            raise RallyError(f"top_k must be -1 (off) or lie in [1, {INT32}], not {_shown(self.top_k)}")
+            raise RallyError(f"top_k must be -1 (off) or lie in [1, {INT32}], not {brief(self.top_k)}")
         if not 0 <= self.min_p < 1:
             raise RallyError(f"min_p must lie in [0, 1), not {self.min_p}")
         if not 1 <= self.max_tokens <= INT32:
-            raise RallyError(f"max_tokens must lie in [1, {INT32}], not {_shown(self.max_tokens)}")
+            raise RallyError(f"max_tokens must lie in [1, {INT32}], not {brief(self.max_tokens)}")
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
-            raise RallyError(f"seed must fit into 64 bits, and {_shown(self.seed)} does not")
+            raise RallyError(f"seed must fit into 64 bits, and {brief(self.seed)} does not")
         if self.stop_ids and not 0 <= min(self.stop_ids) <= max(self.stop_ids) <= INT32:
             raise RallyError("stop_ids must be token ids, which are 0 or more and below the size of the vocabulary")
         for text in self.stop:
             if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_LENGTH:
                 raise RallyError(f"stop must be texts of 1 to {MAX_STOP_LENGTH} characters")
         if not isinstance(self.ignore_eos, bool):
-            raise RallyError(f"ignore_eos must be true or false, not {_shown(self.ignore_eos)}")
+            raise RallyError(f"ignore_eos must be true or false, not {brief(self.ignore_eos)}")
         if not isinstance(self.grammar, str) or len(self.grammar) > MAX_GRAMMAR:
             raise RallyError(f"grammar must be a text of at most {MAX_GRAMMAR} characters")
         if self.grammar and self.ignore_eos:
@@ -150,7 +150,7 @@ class SamplingParams:
         if isinstance(values, SamplingParams):
             return values
         if not isinstance(values, Mapping):
-            raise RallyError(f"sampling parameters must be a dictionary, not {_shown(values)}")
+            raise RallyError(f"sampling parameters must be a dictionary, not {brief(values)}")
         alias = {"max_new_tokens": "max_tokens", "stop_token_ids": "stop_ids"}
         named = {alias.get(str(key), str(key)): value for key, value in values.items()}
         known = cls.__dataclass_fields__
@@ -162,16 +162,28 @@ class SamplingParams:
         return cls(**{name: value for name, value in named.items() if value is not None})
 
 
+def finite_number(value: Any) -> float | None:
+    """The number as a float; None if it is none, or if no finite float represents it, as with an integer of 400
+    digits."""
+    if not isinstance(value, Real):
+        return None
+    try:
+        number = float(value)
+    except (OverflowError, ValueError):
+        return None
+    return number if math.isfinite(number) else None
+
+
 def _real(name: str, value: Any) -> float:
     """The value as a float that float32 represents too: finite, and 0 or not too small."""
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise RallyError(f"{name} must be a number, not {_shown(value)}")
+        raise RallyError(f"{name} must be a number, not {brief(value)}")
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     if not math.isfinite(number) or abs(number) > FLOAT32_MAX or 0 < abs(number) < FLOAT32_MIN:
-        raise RallyError(f"{name} must be a number that float32 can represent, not {_shown(value)}")
+        raise RallyError(f"{name} must be a number that float32 can represent, not {brief(value)}")
     return number
 
 
@@ -181,23 +193,23 @@ def _whole(name: str, value: Any) -> int:
             raise TypeError
         return operator.index(value)
     except TypeError:
-        raise RallyError(f"{name} must be a whole number, not {_shown(value)}") from None
+        raise RallyError(f"{name} must be a whole number, not {brief(value)}") from None
 
 
 def _several(name: str, values: Any, most: int) -> tuple[Any, ...]:
     if isinstance(values, (str, bytes)) or not isinstance(values, (Sequence, Set)):
-        raise RallyError(f"{name} must be a list, not {_shown(values)}")
+        raise RallyError(f"{name} must be a list, not {brief(values)}")
     if len(values) > most:
         raise RallyError(f"{name} has {len(values)} entries; give at most {most}")
     return tuple(values)
 
 
-def _shown(value: Any) -> str:
+def brief(value: Any) -> str:
     """The value for an error message, of bounded length."""
     try:
         text = repr(value)
     except ValueError:  # an integer of more digits than Python prints
-        text = f"a {type(value).__name__}"
+        text = f"a value of type {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 

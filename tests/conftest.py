@@ -3,6 +3,7 @@
 import functools
 import gc
 import os
+import shlex
 import signal
 import ssl
 import sys
@@ -19,11 +20,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     gc.disable()  # while all is imported, which leaves no garbage; `pytest_collection_finish` ends it
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from forked import Template
+from forked import Template, forked_children, forked_command
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadFileScheduling
 
 if TYPE_CHECKING:
     from train_cases import Paper
@@ -35,10 +37,13 @@ settings.register_profile("gate", settings.get_profile("rally"), derandomize=Tru
 settings.register_profile("fuzz", settings.get_profile("rally"), max_examples=2000)
 settings.load_profile(os.environ.get("RALLY_EXAMPLES", "rally"))
 
-# A parent such as nohup may have set the signal to be ignored, and runs leave it so; the tests are about the rest.
+# A parent such as nohup, or a shell's `&`, may have set the signals to be ignored, and runs leave them so; the tests
+# are about the rest.
 with suppress(ValueError):  # not in the main thread
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parents[1]
 ssl.create_default_context = functools.cache(ssl.create_default_context)  # every client of httpx reads all certificates
@@ -46,6 +51,7 @@ ssl.create_default_context = functools.cache(ssl.create_default_context)  # ever
 
 # Files of few and long tests. They begin first, so that no worker is left with one of them at the end.
 LONGEST = (
+    *("train/test_train_separate_async", "view/test_view_browser", "distributed/test_distributed_engines"),
     *("distributed/test_distributed_update", "distributed/test_distributed_launch", "train/test_train_learns"),
     *("examples/test_examples_agents", "recipes/test_recipes_pipeline", "recipes/test_recipes_shipped"),
     *(
@@ -53,7 +59,7 @@ LONGEST = (
         "train/checkpoint/test_checkpoint_kill",
         "models/test_models_load",
     ),
-    *("test_docs_snippets", "sandbox/test_sandbox_hostile", "view/test_view_browser", "train/test_train_drills"),
+    *("test_docs_snippets", "sandbox/test_sandbox_hostile", "train/test_train_drills"),
     *("train/test_train_async", "train/rollout/test_rollout_outages", "train/test_train_trainer", "envs/test_envs_run"),
     *(
         "replay/test_replay",
@@ -63,6 +69,27 @@ LONGEST = (
     ),
     *("engines/test_engines_core", "engines/test_engines_model_families", "services/test_services_fuzz"),
 )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # one for all workers
+        config.add_cleanup(Template().close)
+        config.option.tx = [f"popen//python={shlex.join(forked_command([]))}" for _ in config.option.tx]
+
+
+BROWSER = tuple(f"tests/view/test_view_{name}.py" for name in ("agents", "browser", "narrow", "pictures", "rewards"))
+
+
+class OneBrowser(LoadFileScheduling):
+    """One worker runs each file, and one of them all files that need a browser."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return "tests/view" if file in BROWSER else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneBrowser | None:
+    return OneBrowser(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_xdist_auto_num_workers() -> int:
@@ -115,9 +142,8 @@ def paper() -> "Paper":
     return Paper()
 
 
-@pytest.fixture(scope="session")
-def template() -> Iterator[Template]:
-    """A process with torch and transformers, to fork programs from."""
-    process = Template()
-    yield process
-    process.close()
+@pytest.fixture
+def forked() -> Iterator[None]:
+    """Programs of Rally that the test starts are forked from a process that has imported torch."""
+    with forked_children():
+        yield

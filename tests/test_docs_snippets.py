@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from forked import Template
+from forked import run_forked
 
 from rally.config import Config, SftConfig
 
@@ -51,12 +51,12 @@ def script(page: Path) -> str:
 
 
 @pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: page.name)
-def test_the_snippets_of_a_page_run_and_print_what_it_shows(page: Path, tmp_path: Path, template: Template) -> None:
+def test_the_snippets_of_a_page_run_and_print_what_it_shows(page: Path, tmp_path: Path) -> None:
     source = script(page)
     assert source.strip(), f"{page.name} has no python block; add one, or name the page in WITHOUT_SNIPPETS"
     file = tmp_path / f"snippets_of_{page.stem.lower()}.py"
     file.write_text(source, encoding="utf-8")
-    done = template.run([file.name], tmp_path, os.environ | OFFLINE)
+    done = run_forked([file.name], tmp_path, os.environ | OFFLINE)
     assert done.returncode == 0, f"{page.name}:\n{done.stderr}"
     rest = done.stdout
     for block in (b for b in blocks(page) if b.language == "output"):

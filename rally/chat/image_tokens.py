@@ -17,8 +17,9 @@ from rally.images.patches import Patches
 from rally.types import Image, ImageSpan, Message
 
 TEXT_ONLY = (
-    "but this is a text model, or a vision model that is used for text here: over servers, on several GPUs, or without "
-    "preprocessor_config.json in its folder; use a vision model whose images are supported, with rollout.name=embedded"
+    "but this is a text model, or a vision model that is used for text here: over servers (vLLM, SGLang, or ones that "
+    "already run), or without preprocessor_config.json in its folder; use a vision model whose images are supported, "
+    "with rollout.name=embedded"
 )
 
 

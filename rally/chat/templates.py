@@ -341,7 +341,7 @@ def _normal_call(call: Mapping[str, Any]) -> dict[str, Any]:
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         # Arguments that are not JSON are rendered as text.
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             arguments = json.loads(arguments)
     named = {"name": function.get("name", ""), "arguments": arguments}
     return {"id": call.get("id") or "call_0", "type": "function", "function": named}
@@ -352,7 +352,7 @@ def _tool_call(call: Mapping[str, Any]) -> ToolCall:
     function = call["function"]
     arguments = function["arguments"]
     if isinstance(arguments, str):  # for a template that takes JSON text
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             arguments = json.loads(arguments)
     arguments = arguments if isinstance(arguments, dict) else {}
     return ToolCall(name=str(function["name"]), arguments=arguments, id=str(call["id"]))

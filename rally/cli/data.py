@@ -145,6 +145,34 @@ def geometry(
     )
 
 
+@app.command("tool_use")
+def tool_use(
+    out: Out,
+    sft: Annotated[int, typer.Option(help="Conversations for `rally sft`, of all kinds in turn.", min=1)] = 512,
+    seed: Seed = 0,
+) -> None:
+    """Conversations with right calls of generated functions; the tasks of training and validation need no files."""
+    from rally.recipes.tool_use.data import write_tool_use
+
+    console = quiet_console()
+    _show_written(write_tool_use(out, sft, seed, _with_progress(console)), console)
+
+
+@app.command()
+def repair(
+    out: Out,
+    train: Annotated[int, typer.Option(help="Training repositories.", min=1)] = 2048,
+    test: Annotated[int, typer.Option(help="Held-out repositories, for each of two kinds.", min=1)] = 100,
+    sft: Annotated[int, typer.Option(help="Conversations for `rally sft`, played by the agent.", min=0)] = 256,
+    seed: Seed = 0,
+) -> None:
+    """Small repositories with one defect each, for mini-swe-agent; conversations need that package."""
+    from rally.recipes.repair.data import RepairSizes, write_repair
+
+    console = quiet_console()
+    _show_written(write_repair(out, RepairSizes(train, test, sft), seed, _with_progress(console)), console)
+
+
 @app.command()
 def index(
     corpus: Annotated[Path, typer.Argument(help="JSON lines with `contents`, or with `title` and `text`.")],

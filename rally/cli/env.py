@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
+import shutil
+import subprocess
+import sys
 import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -35,10 +40,41 @@ def list_environments(
         return
     for name in ADAPTERS:
         try:
-            typer.echo(f"{name}: {len(names_of(name))} environments; rally env list {name}")
+            count = len(names_of(name))
+            typer.echo(f"{name}: {count} environment{'' if count == 1 else 's'}; rally env list {name}")
         except EnvError as missing:
             typer.echo(f"{name}: {missing}")
     typer.echo("your own: the dotted path of a subclass of rally.envs.Environment")
+
+
+@app.command("make")
+def make_environment(
+    adapter: Annotated[str, typer.Argument(help="An adapter whose package conflicts with Rally's, such as bfcl.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The folder of the new Python environment.")],
+) -> None:
+    """Install the package of an adapter into a Python environment of its own, for env.python."""
+    from rally.envs import EnvError
+    from rally.envs.registry import ADAPTERS
+
+    known = [name for name, about in ADAPTERS.items() if about.requirements]
+    if adapter not in known:
+        raise EnvError(
+            f"`rally env make` knows {', '.join(known)}, not {adapter!r}; `rally env list` says how to install"
+        )
+    if out.exists():
+        raise EnvError(f"{out} exists already; choose another folder, or remove it")
+    python, wanted = out / "bin" / "python", ADAPTERS[adapter].requirements
+    install = ["-m", "pip", "install", "--quiet", "--no-deps", *wanted]
+    complete = False
+    try:
+        for command in ([sys.executable, "-m", "venv", str(out)], [str(python), *install]):
+            if subprocess.run(command).returncode:
+                raise EnvError(f"{shlex.join(command)} failed; its output says why")
+        complete = True
+    finally:
+        if not complete:  # a part would be taken for the whole
+            shutil.rmtree(out, ignore_errors=True)
+    quiet_console().note(f"{adapter} is installed; set env.python={python}")
 
 
 @app.command("try")

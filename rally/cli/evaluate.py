@@ -16,7 +16,7 @@ def evaluate(args: ConfigArgs = None, recipe: RecipeName = None) -> None:
     from rally.config import load_config
 
     path, overrides = split_config_args(args)
-    config = load_config(recipe_path(recipe, path, "train"), overrides, note=quiet_console().note)
+    config = load_config(recipe_path(recipe, path, "eval"), overrides, note=quiet_console().note)
     console = quiet_console()
     from rally.distributed import evaluate as run
 

@@ -27,7 +27,6 @@ from rally.cli import (
 )
 from rally.cli.console import quiet_console
 from rally.cli.os_errors import os_error_message
-from rally.redact import redact
 from rally.types import RallyError
 
 app = typer.Typer(
@@ -73,14 +72,21 @@ def main() -> None:
     try:
         app(prog_name="rally")
     except RallyError as mistake:
-        sys.stderr.write(f"rally: {redact(str(mistake))}\n")
+        sys.stderr.write(f"rally: {_shown(str(mistake))}\n")
         sys.exit(mistake.exit_code)
     except OSError as error:
         message = os_error_message(error)
         if message is None:
             raise
-        sys.stderr.write(f"rally: {redact(message)}\n")
+        sys.stderr.write(f"rally: {_shown(message)}\n")
         sys.exit(2)
+
+
+def _shown(message: str) -> str:
+    """A message for the terminal. It may quote what a model or an environment wrote."""
+    from rally.track.display_text import visible  # only here: every command would wait for Rich
+
+    return visible(message)
 
 
 if __name__ == "__main__":

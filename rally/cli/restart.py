@@ -1,7 +1,8 @@
 """`--restart`: runs a command again when it has lost a rank or a node, until it is done.
 
 The command runs as a child process, because a lost rank can leave torch in a state that only the end of the process
-clears. It resumes from its last checkpoint by itself. If this process is killed, the kernel asks the run to stop.
+clears. It resumes from the last checkpoint that it has written, whatever trainer.resume_mode is. If this process is
+killed, the kernel asks the run to stop.
 """
 
 from __future__ import annotations
@@ -21,17 +22,28 @@ from rally.util.process_guard import PR_SET_PDEATHSIG
 
 MAX_RESTARTS = 3  # in a row without a new checkpoint
 PAUSE_SECONDS = 2.0
+LOST = (LOST_EXIT_CODE, -signal.SIGKILL, -signal.SIGABRT)
+"""Exit codes of a run that lost a rank or was killed. Where an NCCL operation fails because a rank is gone, or takes
+too long, torch aborts the process, maybe before the run has noticed the loss itself."""
+FROM_NEWEST = ("trainer.resume_mode=auto", "trainer.resume_from_path=null")
 
 
 def run_with_restarts(command: Sequence[str], checkpoints: Path, note: Callable[[str], None]) -> int:
-    """Run `command` and return its exit code. It is run again if it lost a rank or a node, or if it was killed, but at
-    most `MAX_RESTARTS` times in a row without a new checkpoint."""
-    tries, newest = 0, _newest(checkpoints)
+    """Run `command` and return its exit code. It is run again if it lost a rank or a node, or if it was killed or
+    aborted, but at most `MAX_RESTARTS` times in a row without a new checkpoint. Once it has written one, it goes on
+    from there."""
+    found = _saved(checkpoints)
+    tries, newest = 0, max(found, default=None)
     while True:
         code, asked = _run(command)
-        if asked or code not in (LOST_EXIT_CODE, -signal.SIGKILL):
+        if asked or code not in LOST:
             return code if code >= 0 else 128 - code
-        step = _newest(checkpoints)
+        saved = _saved(checkpoints)
+        if not saved.items() <= found.items() and not set(FROM_NEWEST) <= set(command):
+            command = [*command, *FROM_NEWEST]
+        if code == -signal.SIGABRT:
+            note("the run was aborted (SIGABRT), as torch does when an NCCL operation fails or takes too long")
+        step = max(saved, default=None)
         tries, newest = (1, step) if step != newest else (tries + 1, newest)
         if tries > MAX_RESTARTS:
             note(f"the run was lost {tries} times without a new checkpoint; not starting it again")
@@ -46,9 +58,10 @@ def own_command() -> list[str]:
     return [sys.executable, "-m", "rally.cli", *(arg for arg in sys.argv[1:] if arg != "--restart")]
 
 
-def _newest(checkpoints: Path) -> int | None:
-    steps = [path.name.removeprefix("global_step_") for path in checkpoints.glob("global_step_*")]
-    return max((int(step) for step in steps if step.isdigit()), default=None)
+def _saved(checkpoints: Path) -> dict[int, int]:
+    """The steps of the checkpoints, and when each was written."""
+    paths = {path.name.removeprefix("global_step_"): path for path in checkpoints.glob("global_step_*")}
+    return {int(step): path.stat().st_mtime_ns for step, path in paths.items() if step.isdigit()}
 
 
 class _Outcome(NamedTuple):

@@ -1,4 +1,4 @@
-"""`rally run RECIPE`: makes what the recipe lacks, trains, evaluates, and says where the results are."""
+"""`rally run RECIPE`: makes what the recipe lacks, evaluates before and after training, and shows both."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,10 +17,14 @@ from rally.cli.console import quiet_console
 from rally.types import RallyError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from rally.recipes.pipeline import Stage
     from rally.track import RunConsole
 
 app = typer.Typer()
+
+CORE = "val-core/"
 
 FORWARDED = (signal.SIGTERM, signal.SIGHUP)  # a stage saves what it has and ends
 
@@ -40,7 +46,8 @@ def run(
         bool, typer.Option("--dry-run", help="List the stages with their commands, and stop.")
     ] = False,
 ) -> None:
-    """Run a whole recipe: data, supervised start, training, evaluation. A second call continues where it ended."""
+    """Run a whole recipe: data, supervised start, training, and evaluations before and after it. A second call
+    continues where it ended."""
     from rally.recipes import pipeline
 
     path, keys = split_config_args(overrides)
@@ -52,15 +59,20 @@ def run(
     if show_plan:
         rows = [[stage.title, "done" if stage.done else "to do", stage.line] for stage in stages]
         train = shlex.join(["rally", "train", "--recipe", recipe, *pipeline.training_overrides(recipe, options)])
+        rows += [["before training", "", "evaluation of the model as it is, where the training does not measure it"]]
         console.table(f"stages of {recipe}", [*rows, ["training", "", train], ["evaluation", "", "of its checkpoint"]])
         return
     for stage in stages:
         _execute(stage, console)
+    before = pipeline.evaluations_before(recipe, options)
+    for stage in before:
+        _execute(stage, console)
     training = pipeline.training(recipe, options)
     _execute(training, console)
-    evaluation = pipeline.evaluation(recipe, options)
-    _execute(evaluation, console)
-    _report(training, evaluation, console)
+    after = pipeline.evaluations(recipe, options)
+    for stage in after:
+        _execute(stage, console)
+    _report(training, before, after, console)
 
 
 def _execute(stage: Stage, console: RunConsole) -> None:
@@ -86,18 +98,44 @@ def _execute(stage: Stage, console: RunConsole) -> None:
     stage.write_record()
 
 
-def _report(training: Stage, evaluation: Stage, console: RunConsole) -> None:
+def _report(training: Stage, before: Sequence[Stage], after: Sequence[Stage], console: RunConsole) -> None:
     from rally.track import run_summary, write_curve
 
     checkpoint = training.outputs[0]
     folder = checkpoint.parents[1]
     console.show(run_summary(folder))
+    console.show(_compared(folder, before, after))
     console.table(
         "where to look",
         [
             ["every episode", f"rally view {folder}"],
             ["curve", str(write_curve(folder).html)],
             ["checkpoint", str(checkpoint / "actor")],
-            ["evaluation of it", str(evaluation.outputs[0].parent)],
+            *(["evaluation of it", str(stage.outputs[0].parent)] for stage in after),
         ],
     )
+
+
+def _compared(folder: Path, before: Sequence[Stage], after: Sequence[Stage]) -> Table:
+    """Every validation metric of the model as it is, at the start of training, and of the last checkpoint."""
+    from rich.table import Table
+
+    from rally.track import RunFolder
+
+    def validated(folders: Iterable[Path]) -> dict[str, float]:
+        rows = (row for folder in folders for row in RunFolder(folder).read_metrics() if row.step == 0)
+        return {k: v for row in rows for k, v in row.metrics.items() if k.startswith(CORE)}
+
+    columns = {
+        "as it is": validated(stage.outputs[0].parent for stage in before),
+        "start of training": validated([folder]),
+        "after": validated(stage.outputs[0].parent for stage in after),
+    }
+    table = Table(title="before and after", title_justify="left", box=None)
+    table.add_column("validation", overflow="fold")  # a name that is cut could be that of another metric
+    for column in columns:
+        table.add_column(column, no_wrap=True)
+    for name in dict.fromkeys(name for values in columns.values() for name in values):
+        cells = [values.get(name) for values in columns.values()]
+        table.add_row(name.removeprefix(CORE), *("" if cell is None else f"{cell:.4f}" for cell in cells))
+    return table

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from rally.engines import EngineSettings
-    from rally.engines.embedded.settings import OptionNames
+    from rally.engines.embedded.settings import NgramSpeculation, OptionNames
     from rally.services.admission import Served
     from rally.train.startup_check import Difference
 
@@ -148,11 +148,28 @@ def engine(
     ] = False,
     allow_host: AllowHost = None,
     max_body_mb: MaxBody = 8,
+    speculative_config: Annotated[
+        str | None,
+        typer.Option(help='Draft tokens, such as {"method": "ngram"}; the keys of rollout.speculative_config as JSON.'),
+    ] = None,
+    quantization: Annotated[
+        Literal["fp8"] | None,
+        typer.Option(help="fp8: compute linear layers in FP8, with 8-bit copies of their weights."),
+    ] = None,
     check: Annotated[
         bool, typer.Option(help="Compare the engine with the model's own forward first, unless weights are accepted.")
     ] = True,
     accept_weights: Annotated[bool, typer.Option(help="Let a training run replace the weights.")] = False,
     in_flight: Annotated[InFlight, typer.Option(help="What becomes of requests when they are replaced.")] = "keep",
+    return_routes: Annotated[
+        bool,
+        typer.Option("--return-routes", help="Return the experts of tokens, for router replay."),
+    ] = False,
+    image_processor: Annotated[
+        str | None,
+        typer.Option(help="Take images over /generate, with the image processor of this model; default: only tokens."),
+    ] = None,
+    mm_processor_kwargs: Annotated[str, typer.Option(help="Options of the image processor, as JSON.")] = "{}",
     join: Annotated[
         Path | None,
         typer.Option(help="The folder of a training run that this server joins; implies --accept-weights."),
@@ -168,6 +185,9 @@ def engine(
 
     if tool_format != AUTO:
         get_format(tool_format)  # raise for an unknown name before the first request
+    drafts = None if speculative_config is None else _drafts(speculative_config)
+    if quantization is not None:
+        _check_fp8(model, device, dtype, accepts=accept_weights or join is not None)
     token = os.environ.get(TOKEN) or None
     if join is None:
         token = check_exposure(host, TOKEN)
@@ -179,6 +199,8 @@ def engine(
         console.note(f"who may replace the weights must know this token; set {TOKEN}={token} where the run starts")
     check_free(host, port)
     module = load_model(model, device=pick_device(device, "--device"), dtype=dtype, option="MODEL")
+    if image_processor is not None:
+        _show_images(module, image_processor, tokenizer or model, mm_processor_kwargs)
     limit: int = getattr(module.config.get_text_config(), "max_position_embeddings", LONGEST_DEFAULT)
     settings = EngineSettings(
         max_model_len=max_model_len or min(limit, LONGEST_DEFAULT),
@@ -187,7 +209,10 @@ def engine(
         memory_share=memory or DEFAULT_SHARE,
         max_kv_bytes=CPU_KV_BYTES if memory is None and module.device.type == "cpu" else None,
         in_flight=in_flight,
+        return_routes=return_routes,
         seed=seed,
+        speculation=drafts,
+        quantization=quantization,
         option_names=_options(),
     )
 
@@ -208,6 +233,8 @@ def engine(
                 raise RallyError(problem)
         if check and not accept_weights:  # a run compares the weights that it sends itself
             console.note(f"start-up check: {_checked(served, module)}")
+        if served.engine.core.fp8 is not None:
+            console.note(served.engine.core.fp8.words())
         plan = served.engine.core.memory_plan
         assert plan is not None
         console.note(f"memory: {plan_words(plan, settings)}")
@@ -216,6 +243,42 @@ def engine(
 
     with _announced(join, own_url, token):
         serve(create, host, port, allow_hosts=allow_host or (), max_body_mb=max_body_mb)
+
+
+def _check_fp8(model: str, device: str, dtype: str, *, accepts: bool) -> None:
+    """Raise before weights are loaded if they cannot be served in FP8."""
+    from rally.models import fp8
+    from rally.models.load import load_model_config, pick_device, pick_dtype
+
+    if accepts:
+        raise RallyError(
+            "--quantization=fp8 does not work with --accept-weights or --join: a run compares the samples of its "
+            "servers with its own weights; leave one of them out"
+        )
+    chosen = pick_device(device, "--device")
+    fp8.check_device(chosen, pick_dtype(dtype, chosen), "--quantization")
+    if not model.endswith(".gguf"):  # slow to read; the engine checks it
+        fp8.check_config(load_model_config(model, option="MODEL"), "--quantization")
+
+
+def _show_images(module: PreTrainedModel, processor: str, tokenizer: str, options: str) -> None:
+    """Attach the image preprocessing of the model at `processor`."""
+    from rally.models.vision import set_patches
+    from rally.models.vision_loading import patches_for
+
+    try:
+        chosen = json.loads(options)
+        if not isinstance(chosen, dict):
+            raise ValueError("it is no mapping")
+    except ValueError as problem:
+        raise RallyError(f"--mm-processor-kwargs={options} is not JSON of a mapping ({problem})") from None
+    patches = patches_for(module.config, processor, chosen, tokenizer_path=tokenizer)
+    if patches is None:
+        raise RallyError(
+            f"--image-processor={processor}: the model takes no images, or there is no preprocessor_config.json; leave "
+            "it out"
+        )
+    set_patches(module, patches)
 
 
 def _own_url(host: str, port: int, names: Sequence[str]) -> str:
@@ -246,7 +309,34 @@ def _options() -> OptionNames:
     from rally.engines.embedded.settings import OptionNames
 
     length = "--max-model-len"
-    return OptionNames(max_model_len=length, lengths=length, memory="--memory", torch_attention="--dtype=float32")
+    return OptionNames(
+        max_model_len=length,
+        lengths=length,
+        memory="--memory",
+        torch_attention="--dtype=float32",
+        speculation="--speculative-config",
+        quantization="--quantization",
+    )
+
+
+def _drafts(text: str) -> NgramSpeculation | None:
+    """The settings that --speculative-config describes."""
+    from pydantic import ValidationError
+
+    from rally.config.rollout import SpeculativeConfig
+    from rally.runs.build.rollout import speculation_of
+
+    try:
+        keys = SpeculativeConfig.model_validate_json(text)
+    except ValidationError as error:
+        [first, *_] = error.errors()
+        problem = ": ".join([*map(str, first["loc"]), first["msg"]])
+        raise RallyError(f"--speculative-config={text}: {problem}") from None
+    if keys.prompt_lookup_min > keys.prompt_lookup_max:
+        raise RallyError(f"--speculative-config={text}: prompt_lookup_min is more than prompt_lookup_max")
+    if keys.method is None and keys.model_dump(exclude_defaults=True):
+        raise RallyError(f'--speculative-config={text} has no effect without a method; add "method": "ngram"')
+    return speculation_of(keys)
 
 
 def _checked(served: Served, module: PreTrainedModel) -> Difference:

@@ -9,6 +9,7 @@ from pydantic import Field
 from rally.config.base import AsList, Count, Float, Int, Natural, NonNegative, Only, PathText, Positive, Section, Share
 
 Strategy = Literal["single", "fsdp", "fsdp2", "megatron", "veomni"]
+OptimizerName = Literal["AdamW", "AdamW8bit"]
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KlKind = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full", "k1+", "k2+", "k3+", "low_var_kl+"]
 
@@ -46,8 +47,10 @@ class OptimConfig(Section):
     warmup_style: Literal["constant", "cosine", "linear"] | None = None
     """The same as lr_scheduler_type."""
 
-    optimizer: Annotated[str, Only("AdamW", because="AdamW is the only optimizer")] = "AdamW"
-    optimizer_impl: Annotated[str, Only("torch.optim", because="AdamW is torch's")] = "torch.optim"
+    optimizer: OptimizerName = "AdamW"
+    """AdamW8bit stores the two moments of a parameter in 2 bytes instead of 8 (docs/training.md)."""
+    optimizer_impl: Literal["torch.optim", "torchao.optim", "bitsandbytes.optim"] = "torch.optim"
+    """Accepted and has no effect: AdamW is torch's, and AdamW8bit is Rally's own."""
     total_training_steps: Annotated[Int, Only(-1, because="trainer.total_training_steps sets it")] = -1
 
     override_optimizer_config: dict[str, Any] | None = None
@@ -64,8 +67,8 @@ class FsdpConfig(Section):
     wrap_policy: WrapPolicy = WrapPolicy()
     param_offload: bool = False
     """Keep the weights in main memory while nothing uses them: those of the policy and the critic outside of their
-    updates, those of the reference outside of its forward passes. The policy's stay on the device with the embedded
-    engine, which samples from them."""
+    updates, those of the reference outside of its forward passes. On one GPU the policy's stay on the device with
+    the embedded engine, which samples from them."""
     optimizer_offload: bool = False
     """Keep optimizer states and float32 weights in main memory. The optimizer step moves them through the device bucket
     by bucket, so the device never holds all of them."""

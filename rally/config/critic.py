@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from rally.config.actor import CheckpointConfig, FsdpConfig, LossAggMode, OptimConfig, Strategy
-from rally.config.base import Count, Only, PathText, Positive, Section, Texts
+from rally.config.base import Count, Natural, Only, PathText, Positive, Section, Texts
 from rally.config.model import ModelConfig
 
 
@@ -21,6 +21,9 @@ class CriticModel(ModelConfig):
     """Must be the policy's tokenizer, because the critic reads the policy's tokens. null takes it."""
     custom_chat_template: Annotated[str | None, Only(None, because="the critic reads the policy's tokens")] = None
     spelled_tokens: Annotated[Texts, Only((), because="the critic reads the policy's tokens")] = ()
+    recompute_num_layers: Natural | None = None
+    """With gradient checkpointing of the critic: how many of its layers are computed again. null takes the policy's
+    value."""
 
 
 class CriticConfig(Section):

@@ -16,6 +16,8 @@ class EnvEntry(Section):
     """As env.args."""
     weight: NonNegative = 1.0
     """The share of the training rows, relative to the other entries. 0 only validates."""
+    val_size: Natural | None = None
+    """As env.val_size, for this environment; null takes that."""
     python: str | None = None
     """As env.python."""
     label: str | None = None
@@ -39,7 +41,8 @@ class EnvConfig(Section):
     train_seed: Natural = 0
     """The first training seed of every environment. For one with tasks of its own, the number of the first task."""
     val_size: Natural = 100
-    """Validation rows of each environment, with seeds that are not trained on. 0 means no validation."""
+    """Validation rows of each environment, with seeds that are not trained on. 0 means no validation, but for the
+    entries of a mixture with a val_size of their own."""
     val_seed: Natural | None = None
     """The first validation seed. null is 1000000000, or the last val_size tasks of one with tasks of its own."""
     timeout: Positive = 30.0
@@ -52,3 +55,8 @@ class EnvConfig(Section):
     def entries(self) -> tuple[EnvEntry, ...]:
         """The environments of the run; none if it has rows in files."""
         return self.mixture if self.name is None else (EnvEntry(name=self.name, args=self.args, python=self.python),)
+
+    @property
+    def val_sizes(self) -> dict[str, int]:
+        """The validation rows of each environment, by label."""
+        return {e.label or e.name: self.val_size if e.val_size is None else e.val_size for e in self.entries}

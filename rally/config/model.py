@@ -63,6 +63,9 @@ class ModelConfig(LoraKeys):
     """Allow Python code in the folder of the model or tokenizer to run."""
     enable_gradient_checkpointing: bool = True
     """Recompute activations in the backward pass instead of keeping them: less memory, more time."""
+    recompute_num_layers: Natural | None = None
+    """With gradient checkpointing: how many layers are computed again; the others keep their activations. null: on one
+    GPU as few as its free memory allows, else all. The results are the same."""
     override_config: dict[str, Any] = Field(default_factory=dict)
     """Values that replace those of the model's config.json."""
     dtype: Dtype = "auto"

@@ -147,6 +147,9 @@ class ServerConfig(Section):
     """The most HTTP connections to one server at a time."""
     max_start_wait_time: Positive = 300.0
     """Seconds within which a server must answer after its start."""
+    join_timeout: Positive = 120.0
+    """Seconds within which a server that joined must load weights and pass its check. One that needs longer leaves, so
+    that it does not hold up the run. Raise it for models that take longer to load."""
     max_in_flight: Count | None = None
     """Requests at one server at a time; further ones wait in the router. null is 1.25 times max_num_seqs."""
     max_tries: Count = 4
@@ -157,11 +160,16 @@ class ServerConfig(Section):
     """Seconds between two health checks of a server."""
 
 
+BROADCAST = "nccl"
+"""The value of checkpoint_engine.backend that broadcasts weights to servers."""
+
+
 class CheckpointEngine(Section):
     backend: Literal["naive", "files", "ipc", "delta", "delta_sharded", "nccl", "nixl", "hccl"] = "naive"
     """How weights reach servers. files writes them, to memory if it has space. delta writes what changed, for servers
     of Rally's own (rollout.name=rally); delta_sharded, verl's name, is the same here. ipc uses CUDA IPC to a launched
-    server on the trainer's GPU. naive is ipc for SGLang where that is possible, else files."""
+    server on the trainer's GPU. nccl broadcasts to all servers at once, over NCCL, or gloo on CPUs: to Rally's own
+    and to a launched vLLM, on GPUs of their own. naive is ipc for SGLang where that is possible, else files."""
     folder: PathText | None = None
     """The folder through which weights reach servers as files or deltas; servers on other machines must see it under
     the same path. null is shared memory if all servers are on this machine, else weights in the run folder."""
@@ -208,6 +216,20 @@ class EngineKwargs(Section):
     sglang: dict[str, Any] = Field(default_factory=dict)
     """Extra flags of a launched SGLang server, by name."""
     trtllm: dict[str, Any] = Field(default_factory=dict)
+
+
+class SpeculativeConfig(Section):
+    method: Literal["ngram"] | None = None
+    """Speculative decoding in the embedded engine: ngram drafts what followed the latest tokens of a request when they
+    occurred in it before. The sampled tokens are those without it. null is off."""
+    num_speculative_tokens: Count = 4
+    """The most tokens that are drafted for a request in one step."""
+    prompt_lookup_max: Count = 4
+    """The longest sequence of latest tokens that is looked up; shorter ones follow."""
+    prompt_lookup_min: Count = 2
+    """The shortest sequence of latest tokens that is looked up."""
+    disable_by_batch_size: Count = 32
+    """Nothing is drafted while more requests than this run."""
 
 
 class Disaggregation(Section):
@@ -346,6 +368,7 @@ class RolloutConfig(LogProbKeys):
     over_sample_rate: Share = 0.0
     multi_stage_wake_up: bool = False
     engine_kwargs: EngineKwargs = EngineKwargs()
+    speculative_config: SpeculativeConfig = SpeculativeConfig()
     skip_rollout: bool = False
     """Store training episodes in skip_dump_dir, and reuse those that an earlier run of the same name, prompts and
     lengths stored. For work on rewards, advantages and the update."""
@@ -353,9 +376,11 @@ class RolloutConfig(LogProbKeys):
     """The folder of skip_rollout. null is ~/.cache/rally/rollout_dump (or below XDG_CACHE_HOME). A folder of another
     user is refused."""
     enable_rollout_routing_replay: bool = False
-    """Record the expert choices of a mixture-of-experts model in rollout, for actor.router_replay.mode=R3. Needs vLLM
-    or SGLang servers that return them."""
+    """Record the expert choices of a mixture-of-experts model in rollout, for actor.router_replay.mode=R3. Servers
+    that already run must have been started to return them."""
     quantization: str | None = None
+    """fp8: the embedded engine multiplies by 8-bit copies of the linear layers' weights, while training stays in
+    model.dtype (docs/engine.md). Correct the difference with algorithm.rollout_correction. null is off."""
     quantization_config_file: PathText | None = None
     limit_images: Count | None = None
     custom: dict[str, Any] | None = None
@@ -369,8 +394,8 @@ class RolloutConfig(LogProbKeys):
     """Nodes of a Ray cluster for the rollout servers, beside the trainer's. Without Ray, 1 is this machine
     (trainer_mode=separate_async). 0 starts the servers on the trainer's nodes."""
     n_gpus_per_node: Count | None = None
-    """GPUs of each rollout node. With trainer_mode=separate_async and without data_parallel_size, they all get servers;
-    without nnodes they are GPUs of this machine."""
+    """GPUs of each rollout node. Without data_parallel_size they all get servers. Without nnodes they are GPUs of this
+    machine, for trainer_mode=separate_async."""
     full_determinism: bool = False
     router_config_path: PathText | None = None
     moe_load_balance_metrics_interval: Natural = 0

@@ -133,9 +133,14 @@ class Config(Root):
     @property
     def batches_ahead(self) -> float:
         """How many batches start before the update of the weights they begin with."""
-        threshold, versions = self.async_training.staleness_threshold, self.trainer.v1.sampler.max_off_policy_threshold
-        ahead = self.async_mode.num_warmup_batches if threshold is None else threshold
-        return ahead if versions is None else min(ahead, versions - 1)
+        versions = self.trainer.v1.sampler.max_off_policy_threshold
+        return self.batches_asked if versions is None else min(self.batches_asked, versions - 1)
+
+    @property
+    def batches_asked(self) -> float:
+        """`batches_ahead` before the limit of versions that a trajectory may span."""
+        threshold = self.async_training.staleness_threshold
+        return self.async_mode.num_warmup_batches if threshold is None else threshold
 
     @property
     def async_mode(self) -> ColocateAsync:

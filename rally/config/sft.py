@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rally.config.actor import CheckpointConfig, FsdpConfig
+from rally.config.actor import CheckpointConfig, FsdpConfig, OptimizerName
 from rally.config.base import (
     Count,
     Files,
@@ -139,6 +139,9 @@ class SftModel(LoraKeys):
     setting."""
     enable_gradient_checkpointing: bool = True
     """Recompute activations in the backward pass instead of keeping them: less memory, more time."""
+    recompute_num_layers: Natural | None = None
+    """With gradient checkpointing: how many layers are computed again; the others keep their activations. null: on one
+    GPU as few as its free memory allows, else all. The results are the same."""
     enable_activation_offload: bool = False
     """Keep what the backward pass needs in main memory: with gradient checkpointing the inputs of the layers, else all
     large activations. Less memory on the device, more time."""
@@ -161,6 +164,8 @@ class SftModel(LoraKeys):
 
 
 class SftOptim(Section):
+    optimizer: OptimizerName = "AdamW"
+    """AdamW8bit stores the two moments of a parameter in 2 bytes instead of 8 (docs/training.md)."""
     lr: Positive = 1e-5
     """The learning rate of AdamW, after warm-up."""
     betas: tuple[Share, Share] = (0.9, 0.95)

@@ -204,7 +204,10 @@ def _asynchronous(work: _Work, choices: Mapping[str, str]) -> None:
     mode = at(work.tree, "trainer.v1.trainer_mode")
     separate = "trainer.v1.separate_async"
     if mode != "separate_async" and at(work.tree, separate) is not None:
-        work.drop(separate, "the mode separate_async is not used")
+        switches = f"{separate}.hybrid_rollout."
+        for key, _ in leaves(at(work.tree, separate), separate + "."):
+            if key in work.known or key.startswith(switches):  # an unknown key stays an error
+                work.drop(key, "the mode separate_async is not used")
     elif (hybrid := at(work.tree, f"{separate}.hybrid_rollout")) is not None and not hybrid.get("enable_switch"):
         work.tree = without(work.tree, f"{separate}.hybrid_rollout")
     if mode in (None, "sync"):
@@ -521,6 +524,7 @@ def _ray(work: _Work, choices: Mapping[str, str]) -> None:
             work.tree = without(work.tree, key)
 
 
+WEIGHT_BACKEND = f"{R}.checkpoint_engine.backend"
 ROLLOUT_NODES = (f"{R}.nnodes", f"{R}.n_gpus_per_node")
 RAY_KEYS = (
     "trainer.ray_wait_register_center_timeout",
@@ -528,6 +532,12 @@ RAY_KEYS = (
     *ROLLOUT_NODES,
 )
 """Keys that have an effect if the run uses Ray, and are hints otherwise."""
+
+
+def _takes_broadcasts(tree: Any) -> bool:
+    """Whether rollouts are sampled by servers on GPUs of their own that take weights by broadcast."""
+    name, mode = at(tree, f"{R}.name"), at(tree, "trainer.v1.trainer_mode")
+    return name == "rally" or (mode == "separate_async" and name in (None, "embedded", "vllm", "vllm_async"))
 
 
 def _on_ray(tree: Any) -> bool:
@@ -545,6 +555,8 @@ def _hints(work: _Work, choices: Mapping[str, str]) -> None:
     for key, value in list(leaves(work.tree)):
         hint = hint_for(key, SFT_HINTS if work.sft else HINTS)
         if key in RAY_KEYS and _on_ray(work.tree):
+            continue
+        if key == WEIGHT_BACKEND and _takes_broadcasts(work.tree):
             continue
         if key in ROLLOUT_NODES and at(work.tree, "trainer.v1.trainer_mode") != "separate_async":
             work.drop(key, PLACEMENT)

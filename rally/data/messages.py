@@ -33,7 +33,10 @@ def decoded(value: Any) -> Any:
 
 def shown(value: Any) -> str:
     """The value for an error message, shortened if it is long."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more digits than Python prints
+        text = f"a value of type {type(value).__name__}"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rally.config import Config, SftConfig
 from rally.config.actor import FsdpConfig
-from rally.config.checks.multi_gpu import with_rollout_servers
+from rally.config.checks.multi_gpu import for_validation, with_rollout_servers
 from rally.config.trainer import RayKwargs, RunConfig
 from rally.distributed.controller import Controller, ControllerSettings
 from rally.distributed.process_group import layout_of
@@ -33,6 +33,7 @@ from rally.types import RallyError
 __all__ = ["evaluate", "sft", "train"]
 
 SFT_TIMEOUT_SECONDS = 600.0
+NOTICE_SECONDS = 10.0  # after the limit of heartbeats, for a node's loss to be noticed
 
 
 def train(config: Config, console: RunConsole | None = None) -> RunOutcome:
@@ -40,17 +41,24 @@ def train(config: Config, console: RunConsole | None = None) -> RunOutcome:
     console = console or RunConsole()
     configured, config = config.rollout.name, with_rollout_servers(config)
     if config.rollout.name != configured:
-        console.note(
-            f"{config.trainer.v1.trainer_mode} samples on servers, so Rally starts its own "
-            f"(rollout.name=rally rollout.data_parallel_size={config.rollout.data_parallel_size})"
-        )
+        console.note(_replaced(config))
     with _ranks(config, console) as (ranks, nodes):
         return run.train(config, console, ranks, nodes)
 
 
+def _replaced(config: Config) -> str:
+    """Who samples in place of the embedded engine, and why."""
+    mode, gpus = config.trainer.v1.trainer_mode, config.trainer.world_size
+    why = "" if config.separate else f" on {gpus} GPUs, where a synchronous run has an engine in every rank"
+    if config.rollout.mode == "server":
+        return f"{mode} samples on servers{why}: on those of rollout.server.url (rollout.name=rally)"
+    count = f"rollout.name=rally rollout.data_parallel_size={config.rollout.data_parallel_size}"
+    return f"{mode} samples on servers{why}, so Rally starts its own ({count})"
+
+
 def evaluate(config: Config, console: RunConsole | None = None) -> RunOutcome:
     """Validate as configured, over trainer.nnodes * n_gpus_per_node processes of which this is one."""
-    console = console or RunConsole()
+    console, config = console or RunConsole(), with_rollout_servers(for_validation(config))
     with _ranks(config, console) as (ranks, nodes):
         return evaluation.evaluate(config, console, ranks, nodes)
 
@@ -71,7 +79,8 @@ def sft(config: SftConfig, console: RunConsole | None = None) -> RunOutcome:
 def _ranks(config: Config, console: RunConsole) -> Iterator[tuple[Ranks, RunNodes]]:
     """The ranks and the nodes of a run."""
     rollout = config.rollout
-    with _nodes(config.trainer, config.ray_kwargs, console, rollout.nnodes, rollout.n_gpus_per_node or 0) as nodes:
+    apart = rollout.nnodes if rollout.name != "embedded" else 0  # nodes that only servers use
+    with _nodes(config.trainer, config.ray_kwargs, console, apart, rollout.n_gpus_per_node or 0) as nodes:
         if config.trainer.world_size == 1:
             yield ALONE, nodes
             return
@@ -104,6 +113,7 @@ def _settings(
         timeout_seconds=seconds,
         reshard=fsdp.reshard_after_forward,
         layout=layout_of(config),
+        **({"notice_seconds": trainer.node_heartbeat_timeout + NOTICE_SECONDS} if trainer.on_ray else {}),
     )
 
 

@@ -21,27 +21,21 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from torch import Tensor
+from torch import OutOfMemoryError, Tensor
 from torch._C._distributed_c10d import FileStore, Store
 from transformers import PreTrainedModel
 
-from rally.distributed.process_group import (
-    SECRET_VARIABLE,
-    ProcessGroup,
-    RankLayout,
-    Rendezvous,
-    host_store,
-    new_secret,
-)
+from rally.distributed.process_group import SECRET_VARIABLE, ProcessGroup, RankLayout, Rendezvous, new_secret
 from rally.models.sequence_parallel import SequenceGroup
 from rally.models.sharding import HostedEngine, M, Message
 from rally.nodes import LOCAL, Node, NodeError, NodeProcess
 from rally.platforms import PLATFORMS
 from rally.train.rank_messages import Shutdown
 from rally.types import LOST_EXIT_CODE, RallyError
+from rally.util.rendezvous import host_store
 
 POLL_SECONDS = 0.2
-NOTICE_SECONDS = 3.0  # a connection breaks before the death of its process is noticed
+CLOSING_SECONDS = 60.0
 GRACE_SECONDS = 5.0  # for rank 0 to leave a computation that a lost rank cannot finish
 STDERR = 2
 T = TypeVar("T")
@@ -56,7 +50,8 @@ class LostRank(RallyError):
 @dataclass(frozen=True, kw_only=True)
 class ControllerSettings:
     """The size of the process group, its device and its limits. `timeout_seconds` bounds every collective within a
-    computation. Every node has equally many ranks; rank 0 is on the first."""
+    computation. A connection may break `notice_seconds` before the loss of its process or node is noticed. Every node
+    has equally many ranks; rank 0 is on the first."""
 
     world_size: int
     device: str
@@ -64,6 +59,7 @@ class ControllerSettings:
     logs: Path
     timeout_seconds: float = 600.0
     start_seconds: float = 600.0
+    notice_seconds: float = 3.0
     reshard: bool = True
     layout: RankLayout = field(default_factory=RankLayout)
 
@@ -239,7 +235,10 @@ class Controller:
         environment = {SECRET_VARIABLE: self._secret}
         if node.gpus:
             environment[PLATFORMS[settings.device].visible_devices] = ",".join(node.gpus)
-        return node.launch(command, environment, settings.logs / f"rank-{rank}.log")
+        return node.launch(command, environment, self._log(rank))
+
+    def _log(self, rank: int) -> Path:
+        return self.settings.logs / f"rank-{rank}.log"
 
     @contextmanager
     def _computation(self) -> Iterator[None]:
@@ -251,8 +250,10 @@ class Controller:
             try:
                 yield
                 succeeded = True
+            except OutOfMemoryError:  # no connection has broken
+                raise
             except RuntimeError as problem:
-                deadline = time.monotonic() + NOTICE_SECONDS
+                deadline = time.monotonic() + self.settings.notice_seconds
                 while self._loss is None and time.monotonic() < deadline:
                     time.sleep(POLL_SECONDS / 4)
                 self._raise_if_lost()
@@ -283,9 +284,9 @@ class Controller:
 
     def _loss_message(self, rank: int) -> str:
         again = "start the same command again to resume from the last checkpoint"
-        node = self.settings.node(rank)
-        reason = "has ended" if node.loss is None else f"is lost because {node.loss}"
-        log = self.workers[rank - 1].log_tail()
+        loss = self.settings.node(rank).loss
+        reason = "has ended" if loss is None else f"is lost because {loss}"
+        log = f"its log is {self._log(rank)}" if loss else self.workers[rank - 1].log_tail()
         return f"rank {rank} of {self.world_size}, which held a shard of the policy, {reason}; {again}; {log}"
 
     def _timeout_message(self) -> str:
@@ -296,6 +297,8 @@ class Controller:
     async def _cancel_when_lost(self, task: asyncio.Task[Any]) -> None:
         while self._loss is None:
             await asyncio.sleep(POLL_SECONDS)
+        if self._broken:  # rank 0 failed first, as the others did, and says why when it has closed what it plays
+            await asyncio.sleep(CLOSING_SECONDS)
         task.cancel()
 
 

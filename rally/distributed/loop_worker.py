@@ -17,10 +17,11 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rally.config import Config
-from rally.engines.base import EngineError, UtilizationClock
+from rally.engines.base import NO_GRAMMAR, EngineError, UtilizationClock
 from rally.engines.remote.client import ClientSettings, ServerReplica
 from rally.engines.remote.rally_api import Rally
 from rally.engines.router.router import Router
@@ -32,6 +33,7 @@ from rally.runs.build.models import tokenizer_of
 from rally.runs.build.rollout import rollout_of, scores_in_workers
 from rally.runs.build.run_inputs import RunInputs, codec_of, interactions_of, toolbox_of
 from rally.track.run_folder.episode_json import Json, episode_to_json, task_from_json
+from rally.track.run_folder.folder import ImageFolder, images_of
 from rally.train.rollout.loop_workers import TOKEN_VARIABLE
 from rally.train.rollout.rollout import Rollout
 from rally.types import Episode, Generation, ImageSpan, RallyError, SamplingParams
@@ -41,12 +43,12 @@ HEARTBEAT_SECONDS = 0.5
 
 
 class ServerList:
-    """An `Engine` over the servers that the controller names."""
+    """An `Engine` over the servers that the controller names, for the worker of this number."""
 
-    def __init__(self, plan: Json) -> None:
+    def __init__(self, plan: Json, number: int) -> None:
         self._api = SERVER_APIS[plan["server_kind"]]()
         self._settings = ClientSettings(**plan["client"])
-        self._router_settings = RouterSettings(**plan["router"])
+        self._router_settings = _share(RouterSettings(**plan["router"]), plan["workers"], number)
         self._router: Router | None = None
         self._known: dict[str, ServerReplica] = {}
         self.max_model_len = int(plan["max_model_len"])
@@ -100,6 +102,11 @@ class ServerList:
         with self.requests.working():
             return await self._router.generate(prompt_ids, params, session=session, images=images)
 
+    async def check_grammar(self, grammar: str) -> None:
+        """Whether a server can compile it is found by `generate`."""
+        if not self._api.applies_grammars:
+            raise EngineError(NO_GRAMMAR)
+
     def dismiss(self, session: str) -> None:
         if self._router is not None:
             self._router.dismiss(session)
@@ -117,6 +124,13 @@ class ServerList:
     async def close(self) -> None:
         if self._router is not None:
             await self._router.close()
+
+
+def _share(router: RouterSettings, workers: int, number: int) -> RouterSettings:
+    """The part of the requests at a server that one worker may have: all workers together have as many as one router,
+    so that the place that it leaves to the canary stays free."""
+    own = router.max_in_flight // workers + (number < router.max_in_flight % workers)
+    return replace(router, max_in_flight=max(1, own))
 
 
 GAUGES = (*("router/kept_rate", "router/waiting", "router/in_flight", "router/servers", "router/servers_usable"),)
@@ -150,8 +164,13 @@ class _Server(ServerReplica):
 
 
 class LoopWorker:
-    def __init__(self, writer: asyncio.StreamWriter, servers: ServerList, rollout: Rollout, *, scores: bool) -> None:
+    """Plays jobs. Images travel as files of `run`, the run folder."""
+
+    def __init__(
+        self, writer: asyncio.StreamWriter, servers: ServerList, rollout: Rollout, run: Path, *, scores: bool
+    ) -> None:
         self._writer, self._servers, self._rollout, self._scores = writer, servers, rollout, scores
+        self._images = ImageFolder(run)
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._refreshes: dict[int, asyncio.Future[None]] = {}
         self._numbers = itertools.count()
@@ -185,6 +204,8 @@ class LoopWorker:
         answer: Json
         try:
             episode = await self._episode(message)
+            if any(images_of(episode)):
+                await asyncio.to_thread(self._images.save, [episode])
             answer = {"episode": episode_to_json(episode)}
         except RallyError as problem:
             answer = {"error": str(problem)}
@@ -198,7 +219,7 @@ class LoopWorker:
         await self._writer.drain()
 
     async def _episode(self, message: Json) -> Episode:
-        job = Job(**{**message["job"], "task": task_from_json(message["job"]["task"])})
+        job = Job(**{**message["job"], "task": task_from_json(self._images.restored(message["job"]["task"]))})
         left = message["seconds_left"]
         sampling = SamplingParams(**message["sampling"])
         try:
@@ -242,7 +263,7 @@ async def work(host: str, port: int, number: int, token: str) -> None:
     write_frame(writer, hello)
     plan = (await read_frame(reader))["plan"]
     config = Config.model_validate(plan["config"])
-    servers = ServerList(plan)
+    servers = ServerList(plan, number)
     tokenizer, toolbox = tokenizer_of(config), toolbox_of(config)
     codec = codec_of(config, tokenizer, toolbox)
     inputs = RunInputs(tokenizer, toolbox, interactions_of(config), codec, None, None, environments_of(config))
@@ -252,7 +273,7 @@ async def work(host: str, port: int, number: int, token: str) -> None:
     async with rollout.scorer:
         Heartbeat(host, port, hello).started()
         write_frame(writer, {"ready": True})
-        worker = LoopWorker(writer, servers, rollout, scores=scores)
+        worker = LoopWorker(writer, servers, rollout, Path(plan["run"]), scores=scores)
         try:
             while True:
                 worker.receive(await read_frame(reader))

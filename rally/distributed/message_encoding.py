@@ -41,15 +41,16 @@ from rally.train.rank_messages import (
     UpdateCritic,
     UpdatePolicy,
 )
-from rally.types import Routes
+from rally.types import Image, ImageSpan, Routes
 
 Array = np.ndarray[Any, np.dtype[Any]]
+IMAGE_FACTS = ("hash", "format", "width", "height")
 PER_EPISODE = ("rewards_N", "groups_N", "tokens_N")
 SCHEMAS: dict[str, type[Config | SftConfig]] = {"Config": Config, "SftConfig": SftConfig}
 BATCHES: dict[str, type[UpdatePolicy | UpdateCritic]] = {"UpdatePolicy": UpdatePolicy, "UpdateCritic": UpdateCritic}
 EMPTY: dict[str, Callable[[], Message]] = {
     kind.__name__: kind
-    for kind in (ComputeReference, ComputeValues, ComputeLoss, GatherWeights, GatherCritic, StartEngine, Shutdown)
+    for kind in (ComputeReference, ComputeValues, ComputeLoss, GatherWeights, GatherCritic, Shutdown)
 }
 
 
@@ -81,6 +82,8 @@ def encode(message: Message) -> bytearray:
             header["ids"] = list(ids)
         case GatherState(folder, ticket, merged, background):
             header |= {"folder": str(folder), "ticket": ticket, "merged": merged, "background": background}
+        case StartEngine(end_ids):
+            header["end_ids"] = list(end_ids)
         case PublishWeights(version):
             header["version"] = version
     text = json.dumps(header).encode()
@@ -111,6 +114,8 @@ def decode(content: bytes | bytearray | memoryview) -> Message:
         return ComputePlain(rows_of_arrays(arrays), header["temperature"])
     if kind == "ComputeLogits":
         return ComputeLogits(header["ids"])
+    if kind == "StartEngine":
+        return StartEngine(tuple(header["end_ids"]))
     if kind == "PublishWeights":
         return PublishWeights(header["version"])
     if kind == "GatherState":
@@ -120,7 +125,6 @@ def decode(content: bytes | bytearray | memoryview) -> Message:
 
 def rows_to_arrays(rows: Sequence[Row]) -> dict[str, Array]:
     """Each field of all rows, concatenated, and the length of each row's part."""
-    assert not any(row.images for row in rows), "rows with images are not supported on several ranks"
     shares = [0, *(shared(a.ids, b.ids) for a, b in itertools.pairwise(rows))][: len(rows)]
     arrays: dict[str, Array] = {
         "episode": np.array([row.episode for row in rows], np.int64),
@@ -145,7 +149,38 @@ def rows_to_arrays(rows: Sequence[Row]) -> dict[str, Array]:
         arrays["teacher/logp"] = np.concatenate([answer.logp_MK for answer in answers])
     if any(mask is not None for row in rows for mask in row.allowed):
         arrays |= _masks_to_arrays(rows)
+    if any(row.images for row in rows):
+        arrays |= _images_to_arrays(rows)
     return arrays
+
+
+def _images_to_arrays(rows: Sequence[Row]) -> dict[str, Array]:
+    """The place of every image in its row, and the encoded bytes of the different images: a rank need not see the
+    files of rank 0."""
+    numbers: dict[Image, int] = {}
+    spans = [
+        [row, span.start, span.rows, span.columns, numbers.setdefault(span.image, len(numbers))]
+        for row, spans in enumerate(row.images for row in rows)
+        for span in spans
+    ]
+    contents = [image.read() for image in numbers]
+    facts = [{name: getattr(image, name) for name in IMAGE_FACTS} for image in numbers]
+    return {
+        "images/spans": np.array(spans, np.int64),
+        "images/facts": np.frombuffer(json.dumps(facts).encode(), np.uint8),
+        "images/bytes": np.frombuffer(b"".join(contents), np.uint8),
+        "images/lengths": np.array(list(map(len, contents)), np.int64),
+    }
+
+
+def _images_of_arrays(arrays: dict[str, Array], rows: Sequence[Row]) -> list[Row]:
+    contents = _split(arrays["images/bytes"], arrays["images/lengths"])
+    facts = json.loads(arrays["images/facts"].tobytes())
+    images = [Image(**one, data=content.tobytes()) for one, content in zip(facts, contents, strict=True)]
+    found: dict[int, list[ImageSpan]] = {}
+    for row, start, height, width, number in arrays["images/spans"].tolist():
+        found.setdefault(row, []).append(ImageSpan(start, height, width, images[number]))
+    return [replace(row, images=tuple(found.get(number, ()))) for number, row in enumerate(rows)]
 
 
 def _masks_to_arrays(rows: Sequence[Row]) -> dict[str, Array]:
@@ -193,7 +228,9 @@ def rows_of_arrays(arrays: dict[str, Array]) -> list[Row]:
         )
         for i, (episode, teacher) in enumerate(zip(arrays["episode"].tolist(), arrays["teacher"].tolist(), strict=True))
     ]
-    return _masks_of_arrays(arrays, rows) if "masks" in arrays else rows
+    if "masks" in arrays:
+        rows = _masks_of_arrays(arrays, rows)
+    return _images_of_arrays(arrays, rows) if "images/spans" in arrays else rows
 
 
 def _teacher_tokens(arrays: dict[str, Array], counts: Sequence[int]) -> list[TeacherTokens | None]:

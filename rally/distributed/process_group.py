@@ -11,15 +11,12 @@ Shapes: X any numbers.
 
 from __future__ import annotations
 
-import fcntl
 import hmac
 import os
 import secrets
-import socket
-import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import MethodType
@@ -29,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -45,17 +42,18 @@ from rally.models import attention
 from rally.models.residence import DEVICE_ATTRIBUTE
 from rally.models.sequence_parallel import SequenceGroup, check_divisible
 from rally.models.sharding import RANKS_ATTRIBUTE, HostedEngine, M, Message
-from rally.platforms import PLATFORMS
+from rally.models.vision import image_parts_of, patches_of
+from rally.platforms import PLATFORMS, SEVERAL_ON_ONE_GPU, rank_device, shared_backend
 from rally.train.value_model import HEAD
 from rally.types import RallyError
+from rally.util.rendezvous import LOOPBACK, gloo_on, interface_of, membership_proof
 
+GLOO = "gloo"
 FOREVER = timedelta(days=3650)  # between two messages there may be a rollout of any length
 SUMMON_METHOD = "rally_summon"
 SECRET_VARIABLE = "RALLY_RANKS_SECRET"
-LOOPBACK = "127.0.0.1"
 NO_TEXT = "\0"  # a store keeps no empty values
 REPORT_SECONDS = 0.05
-SIOCGIFADDR = 0x8915
 T = TypeVar("T")
 
 
@@ -79,17 +77,6 @@ class Rendezvous:
             return FileStore(self.place, world_size)
         host, _, port = self.place.rpartition(":")
         return TCPStore(host, int(port), None, is_master=False, timeout=timedelta(seconds=600))
-
-
-def host_store(address: str) -> tuple[TCPStore, str]:
-    """A TCP store that this process hosts, on one address only, and its place."""
-    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-    listener.bind((address, 0))
-    port = int(listener.getsockname()[1])
-    store = TCPStore(
-        address, port, None, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=True
-    )
-    return store, f"{address}:{port}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,34 +110,39 @@ class ProcessGroup:
         store: Store | None = None,
     ) -> None:
         self.rank, self.world_size, self.device = rank, world_size, device
-        self._local_rank = rendezvous.local_rank
         self.address = rendezvous.address
         self.token = hmac.digest(rendezvous.secret.encode(), b"engines of the ranks", "sha256").hex()
         self.hosted: HostedEngine | None = None
         interface = interface_of(rendezvous.address)
         self._interface, self._secret, self._seconds = interface, rendezvous.secret.encode(), seconds
         self._proved = 0
-        platform = PLATFORMS.get(device)
+        platform, shared = PLATFORMS.get(device), shared_backend()
+        backend = GLOO if platform is None else shared or platform.backend
+        self._proves = backend == GLOO  # whether members of its groups must prove that they know the secret
+        self._device = torch.device("cpu")
+        if shared is not None:
+            os.environ.setdefault(SEVERAL_ON_ONE_GPU, "1")
         if platform is not None:
-            platform.module.set_device(rendezvous.local_rank)
+            self._device = rank_device(platform, rendezvous.local_rank)
+            platform.module.set_device(self._device)
             if interface is not None:  # the backend reads it and opens ports at the first collective
                 os.environ.setdefault(platform.socket_interface, interface)
         timeout = timedelta(seconds=seconds)
         self._store = rendezvous.store(world_size) if store is None else store
-        with _gloo_on(interface):
+        with gloo_on(interface):
             dist.init_process_group(
-                "gloo" if platform is None else platform.backend,
+                backend,
                 store=self._store,
                 rank=rank,
                 world_size=world_size,
                 timeout=timeout,
             )
-            self._numbers = dist.new_group(backend="gloo", timeout=timeout)
-            self._messages = dist.new_group(backend="gloo", timeout=FOREVER if rank else timeout)
+            self._numbers = dist.new_group(backend=GLOO, timeout=timeout)
+            self._messages = dist.new_group(backend=GLOO, timeout=FOREVER if rank else timeout)
         if world_size > 1:
             groups = [self._numbers, self._messages]
-            self._check_members([dist.group.WORLD, *groups] if platform is None else groups)
-        self._mesh = init_device_mesh(device, (world_size,))
+            self._check_members([dist.group.WORLD, *groups] if self._proves else groups)
+        self._mesh = self._whole_mesh()
         self._sharded: list[FSDPModule] = []
         self.sequence_group: SequenceGroup | None = None
 
@@ -158,7 +150,7 @@ class ProcessGroup:
         """Form the groups of a layout, which models that are sharded from now on use. All ranks call it."""
         size, shards, together = self.world_size, layout.fsdp_size or self.world_size, layout.sequence_size
         assert size % shards == 0 and size % together == 0, "groups of equal size"
-        self._mesh, self.sequence_group = init_device_mesh(self.device, (size,)), None
+        self._mesh, self.sequence_group = self._whole_mesh(), None
         if shards < size:
             ranks_RF = torch.arange(size).view(-1, shards)
             groups = [self._subgroup(ranks.tolist()) for ranks in (ranks_RF.t(), ranks_RF)]
@@ -167,13 +159,19 @@ class ProcessGroup:
         if together > 1:
             self.sequence_group = SequenceGroup(self._subgroup(torch.arange(size).view(-1, together).tolist()))
 
+    def _whole_mesh(self) -> DeviceMesh:
+        """All ranks, over the group that they have: `init_device_mesh` would form one of another backend beside gloo's
+        where there are GPUs."""
+        assert dist.group.WORLD is not None, "the group was initialized"
+        return DeviceMesh.from_group(dist.group.WORLD, self.device)
+
     def _subgroup(self, lists: list[list[int]]) -> dist.ProcessGroup:
         """The group of this rank, among groups of equally many ranks that all ranks form together."""
         timeout = timedelta(seconds=self._seconds)
-        with _gloo_on(self._interface):
+        with gloo_on(self._interface):
             own, _ = dist.new_subgroups_by_enumeration(lists, timeout=timeout)
         assert isinstance(own, dist.ProcessGroup), "every rank is in a group"
-        if self.device not in PLATFORMS:
+        if self._proves:
             self._check_members([own])
         return own
 
@@ -182,7 +180,7 @@ class ProcessGroup:
         for group in groups:
             number, self._proved = self._proved, self._proved + 1  # so that no proof is used twice
             members = dist.get_process_group_ranks(group)
-            proofs = [_proof(self._secret, number, rank) for rank in members]
+            proofs = [membership_proof(self._secret, number, rank) for rank in members]
             gathered = [torch.zeros_like(proofs[0]) for _ in proofs]
             dist.all_gather(gathered, proofs[members.index(self.rank)].clone(), group=group)
             if not all(map(torch.equal, gathered, proofs)):
@@ -246,8 +244,7 @@ class ProcessGroup:
         }
         if offload:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=self.device in PLATFORMS)
-            computes = torch.device(self.device, self._local_rank) if self.device in PLATFORMS else torch.device("cpu")
-            setattr(model, DEVICE_ATTRIBUTE, computes)
+            setattr(model, DEVICE_ATTRIBUTE, self._device)
         for module in [*_separate_modules(model), *_layers(model)]:
             fully_shard(module, **options)
         fully_shard(model, **options)
@@ -261,7 +258,7 @@ class ProcessGroup:
         setattr(model, RANKS_ATTRIBUTE, ranks)
 
     def summon(self, model: PreTrainedModel, work: Callable[..., T], *args: Any) -> T:
-        if model.base_model is model:  # then `work` calls the module's own forward
+        if model.base_model is model and patches_of(model) is None:  # then `work` calls the module's own forward
             return work(model, *args)
         result: T = getattr(model, SUMMON_METHOD)(work, *args)
         return result
@@ -298,33 +295,30 @@ def new_secret() -> str:
     return secrets.token_urlsafe(32)
 
 
-def interface_of(address: str) -> str | None:
-    """The name of the network interface with this IPv4 address; None if there is none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # an interface without an address
-                answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                if socket.inet_ntoa(answer[20:24]) == address:
-                    return name
-    return None
-
-
-def _proof(secret: bytes, group: int, rank: int) -> Tensor:
-    """What a rank sends to prove that it knows the secret. It differs for each, so that no other can repeat it."""
-    digest = hmac.new(secret, f"{group}/{rank}".encode(), "sha256").digest()
-    return torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-
-
 def _layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The layers, each a unit of its own. Where images are shown, the vision tower has none: a rank whose micro-batch
+    has no image does not call its layers, and gathering a unit takes all ranks."""
     names = set(model._no_split_modules or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
+    tower = {module for part in _shown_parts(model) for module in part.modules()}
+    return [module for module in model.modules() if type(module).__name__ in names and module not in tower]
+
+
+def _shown_parts(model: PreTrainedModel) -> list[nn.Module]:
+    """What only images reach; nothing in a model that is used for text."""
+    return [] if patches_of(model) is None else list(image_parts_of(model).values())
 
 
 def _separate_modules(model: PreTrainedModel) -> list[nn.Module]:
     """Modules that need an FSDP unit of their own: those with weights of another dtype, because gradients that are
     reduced together share one dtype, and a value head, which the forward of its body does not call."""
     usual = model.dtype
+    tower = {module for part in _shown_parts(model) for module in part.modules()}
     other = [m for m in model.modules() if any(p.dtype != usual for p in m.parameters(recurse=False))]
+    if mixed := next((type(module).__name__ for module in other if module in tower), None):
+        raise RallyError(
+            f"{mixed} in the vision tower of {type(model).__name__} has weights of another dtype than the model, which "
+            "several GPUs do not support; set model.dtype=float32, or train on one GPU"
+        )
     head = getattr(model, HEAD, None)
     return other if head is None or head in other else [*other, head]
 
@@ -332,18 +326,3 @@ def _separate_modules(model: PreTrainedModel) -> list[nn.Module]:
 def _call(model: PreTrainedModel, work: Callable[..., T], *args: Any) -> T:
     """Registered as a forward method, so that FSDP gathers the weights that belong to no layer while it runs."""
     return work(model, *args)
-
-
-@contextmanager
-def _gloo_on(interface: str | None) -> Iterator[None]:
-    """Gloo listens on this interface. By default it listens on the address that the host name resolves to."""
-    before = os.environ.get("GLOO_SOCKET_IFNAME")
-    if interface is not None:
-        os.environ["GLOO_SOCKET_IFNAME"] = interface
-    try:
-        yield
-    finally:
-        if before is not None:
-            os.environ["GLOO_SOCKET_IFNAME"] = before
-        elif interface is not None:
-            del os.environ["GLOO_SOCKET_IFNAME"]

@@ -24,7 +24,7 @@ from rally.distributed.process_group import SECRET_VARIABLE, ProcessGroup, RankL
 from rally.models.residence import on_device
 from rally.models.sequence_parallel import SequenceGroup
 from rally.models.sharding import HostedEngine, M, Message, model_state
-from rally.platforms import empty_cache
+from rally.platforms import empty_cache, shared_backend
 from rally.runs import build
 from rally.runs.build.engines import logits_of
 from rally.runs.build.models import RunPlan
@@ -134,8 +134,9 @@ class Executor:
     reference: Reference | None = None
     critic: Critic | None = None
     teachers: Teachers | None = None
-    start_engine: Callable[[], StartedEngines] | None = None
+    start_engine: Callable[[Sequence[int]], StartedEngines] | None = None
     engine: RankEngine | None = None
+    shares_gpu: bool = False  # servers or other ranks may need the memory that torch keeps after a message
     copied_critic: list[Part] = field(default_factory=list)  # the critic's shards, until a message says where to write
 
     def execute(self, message: Message) -> None:
@@ -148,7 +149,8 @@ class Executor:
                     self._execute_critic(self.critic, message)
                 case _:
                     self._execute_policy(message)
-        empty_cache(self.policy.device)  # servers may share this GPU
+        if self.shares_gpu:
+            empty_cache(self.policy.device)
 
     @contextmanager
     def _frozen(self, message: Message) -> Iterator[None]:
@@ -173,14 +175,14 @@ class Executor:
             case ComputeLoss(), SftSettings() as supervision:
                 sft_loss(policy, [], supervision)
             case CompareForwards(rows, max_length), _:
-                compare_forwards(policy.model, rows, max_length)
+                compare_forwards(policy.model, rows, max_length, deterministic=policy.deterministic)
             case ComputePlain(rows, temperature), _:
                 detached_plain(policy.model, rows, temperature)
             case ComputeLogits(ids), _:
                 logits_of(policy.model, ids)
-            case StartEngine(), _:
+            case StartEngine(end_ids), _:
                 assert self.start_engine is not None
-                self.engine, _ = self.start_engine()
+                self.engine, _ = self.start_engine(end_ids)
             case PublishWeights(), _:
                 assert self.engine is not None
                 self.engine.copy_weights(policy.model)
@@ -188,7 +190,7 @@ class Executor:
                 model_state(policy.model)
             case GatherState() as save, _:
                 copied_weights(policy.model, merged=save.merged)
-                parts = [shard_part(STATE, policy), *self.copied_critic]
+                parts = [shard_part(STATE, policy, in_place=not save.background), *self.copied_critic]
                 self.copied_critic.clear()
                 write_shards(save, parts, policy.ranks)
             case _:
@@ -221,14 +223,15 @@ def executor_of(plan: RunPlan, group: ProcessGroup) -> Executor:
     policy = policy_of(config, checkpoint, plan.steps, ranks)
     start = partial(start_engine, config, policy.model, checkpoint.actor if checkpoint else None)
     update = build.update_settings_of(config)
+    shares_gpu = config.rollout.name != "embedded" or shared_backend() is not None
     if not plan.steps:  # it only validates
-        return Executor(policy, update, start_engine=start)
+        return Executor(policy, update, start_engine=start, shares_gpu=shares_gpu)
     reference = build.reference_of(config, policy.model)
     critic = critic_of(config, checkpoint, plan.steps, ranks)
     teachers = build.teachers_of(config, policy.model)
     for learner in [policy, *([] if critic is None else [critic.learner])]:
         learner.rest()
-    return Executor(policy, update, reference, critic, teachers, start)
+    return Executor(policy, update, reference, critic, teachers, start, shares_gpu=shares_gpu)
 
 
 def main(rank: int, world_size: int, rendezvous: Rendezvous, device: str, seconds: float) -> None:

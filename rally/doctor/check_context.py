@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from rally.chat import ChatCodec
 from rally.config import Config
+from rally.config.checks.multi_gpu import sends_images, with_rollout_servers
 from rally.data import TaskSet
 from rally.interactions import Interactions
 from rally.models.load import load_model_config
@@ -64,7 +65,7 @@ class DoctorCase:
     """One configuration to check, with its parts."""
 
     def __init__(self, config: Config, options: DoctorOptions | None = None) -> None:
-        self.config = config
+        self.config = with_rollout_servers(config)
         self.options = options or DoctorOptions()
         self._parts: dict[str, Any] = {}
         self._failed: set[str] = set()
@@ -135,6 +136,7 @@ class DoctorCase:
                 build.lora_of(model, 0),
                 trust=model.trust_remote_code,
                 tower_frozen=self.config.actor.freeze_vision_tower,
+                text_only=not sends_images(self.config),
             ),
         )
 

@@ -16,12 +16,12 @@ from rally.platforms import named_platform, platform_of
 from rally.runs import build
 from rally.runs.build.update_settings import total_steps_of
 from rally.runs.cost_estimate import (
+    ACTIVATIONS,
     UTILISATION,
     Hardware,
     MemoryCost,
     ParameterCounts,
     StepTime,
-    activation_bytes,
     at_once,
     shown_bytes,
     step_time,
@@ -73,7 +73,7 @@ def estimate(case: DoctorCase, hardware: Hardware, width: int) -> Estimate:
     config, model_config, size = case.config, case.model_config, case.size
     costs, settings = training_costs(config, model_config, size, width), build.engine_settings_of(config)
     needed = sum(one.bytes for one in costs)
-    stays = needed - activation_bytes(config, model_config, width)
+    stays = needed - sum(one.bytes for one in costs if one.what in ACTIVATIONS)
     history, step = (one.bytes for one in _of_engine(case, width))
     kv_bytes = int((hardware.memory - stays) * settings.memory_share) - step
     needed += 0 if settings.lend_memory else max(0, kv_bytes)

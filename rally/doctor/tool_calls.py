@@ -79,7 +79,6 @@ def judge(tried: TriedTool) -> Finding:
         return Finding("tools", "ok", f"{call} and answered in {result.seconds:.3f} s: {answer!r}")
     problem = f"{call} and failed in {result.seconds:.3f} s ({result.status}): {answer!r}"
     if made_up and result.status in (ToolStatus.ERROR, ToolStatus.BAD_ARGUMENTS):
-        return Finding(
-            "tools", "warning", f"{problem}; if these are valid arguments fix the tool, else give it an `example`"
-        )
+        advice = "if these are valid arguments fix the tool, else give it an `example` (docs/doctor.md)"
+        return Finding("tools", "warning", f"{problem}; {advice}")
     return Finding("tools", "error", f"{problem}; fix the tool, or start the service it needs")

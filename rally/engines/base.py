@@ -38,13 +38,13 @@ class UtilizationClock:
 
 
 NO_GRAMMAR = (
-    "response_format, tool_choice and parallel_tool_calls need the embedded engine on one GPU: rollout servers and "
-    "engines of several ranks do not return which tokens were allowed, so training would see another distribution; "
-    "set rollout.name=embedded and trainer.n_gpus_per_node=1, or leave them out"
+    "response_format, tool_choice and parallel_tool_calls need an engine of Rally's own: vLLM and SGLang do not return "
+    "which tokens were allowed, so training would see another distribution; set rollout.name=embedded or rally, or "
+    "leave them out"
 )
 NO_IMAGES = (
-    "the prompt contains images, and rollout servers, like the engines of several ranks, accept only tokens; set "
-    "rollout.name=embedded and trainer.n_gpus_per_node=1"
+    "the prompt contains images, and vLLM and SGLang are sent only tokens; set rollout.name=embedded, which works on "
+    "several GPUs too, or rally"
 )
 
 
@@ -171,13 +171,22 @@ class LockstepEngine(Protocol):
 
 
 @runtime_checkable
-class LocalEngine(Protocol):
-    """An engine in this process. It can sample under a grammar (`SamplingParams.grammar`), and its `generate` takes
-    `on_tokens: OnTokens`, which is told of tokens as they are sampled."""
+class GrammarEngine(Protocol):
+    """An engine that may sample under a grammar (`SamplingParams.grammar`)."""
 
     async def check_grammar(self, grammar: str) -> None:
-        """Compile the grammar; raises RallyError if it cannot be applied."""
+        """Raises RallyError if the grammar cannot be applied. Over servers a grammar that does not compile is found
+        only by `generate`, which raises GrammarError."""
         ...
+
+
+@runtime_checkable
+class LocalEngine(Protocol):
+    """An engine in this process. Its `generate` takes `on_tokens: OnTokens`, which is told of tokens as they are
+    sampled."""
+
+    @property
+    def reports_tokens(self) -> bool: ...
 
 
 class ReplicaGone(EngineError):
@@ -205,7 +214,9 @@ class Replica(Protocol):
         """Unique among the replicas, for logs and metrics."""
         ...
 
-    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Generation:
+    async def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, images: Sequence[ImageSpan] = ()
+    ) -> Generation:
         """Sample one continuation. The seed in `params` makes a repetition on another server the same request."""
         ...
 

@@ -2,7 +2,8 @@
 
 One process per Python serves all episodes. Requests and answers are JSON lines over its stdin and stdout. A process
 that ends fails the episodes that it plays, with its exit code and last lines; the next episode starts another. A call
-that hangs past its deadline fails its episode, and the process is killed when that episode cannot be closed.
+that hangs past its deadline fails its episode, and the process is killed when that episode cannot be closed. The kernel
+kills it when this program ends, even if it hangs or is stopped.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 
 from rally.envs.base import EnvError, Environment, EnvTurn
 from rally.redact import redact
-from rally.util.subprocesses import kill_group
+from rally.util.subprocesses import kill_group, start_tied
 
 LOAD_SECONDS = 120.0  # to start the process and import a package
 CLOSE_SECONDS = 10.0
@@ -49,7 +50,7 @@ class EnvProcess:
     def __init__(self, python: str) -> None:
         self.python = python
         try:
-            self._process = subprocess.Popen(
+            self._process = start_tied(
                 [python, "-c", BOOT, str(Path(__file__).parents[1])],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

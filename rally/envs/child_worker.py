@@ -19,6 +19,7 @@ from typing import Any, TextIO
 from rally.envs.base import EnvError, Environment, EnvTurn
 from rally.envs.registry import find_environment
 from rally.types import ToolCall
+from rally.util.process_guard import end_with_parent
 
 
 class EnvObject:
@@ -77,7 +78,9 @@ def _plain(value: Any) -> Any:
 
 
 def main() -> None:
-    """Serve until stdin closes, which it does when the parent ends."""
+    """Serve until stdin closes, which it does when the parent ends. A process that is stopped then does not notice, so
+    the kernel kills it."""
+    end_with_parent()
     channel: TextIO = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     lock, objects = threading.Lock(), dict[int, EnvObject]()

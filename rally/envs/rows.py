@@ -8,7 +8,8 @@ An environment with tasks of its own uses the seed as the number of the task.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import permutations
 from typing import Any
 
 from rally.data import RowSet, TaskSet
@@ -22,13 +23,15 @@ VAL_SEED = 1_000_000_000  # of environments whose tasks are made from seeds
 
 @dataclass(frozen=True, kw_only=True)
 class SeedPlan:
-    """How many rows a run has, and where their seeds begin. `weights` are by label."""
+    """How many rows a run has, and where their seeds begin. `weights` are by label, and so are `val_sizes`, which hold
+    instead of `val_size`."""
 
     weights: Mapping[str, float]
     train_size: int
     train_seed: int = 0
     val_size: int = 0
     val_seed: int | None = None
+    val_sizes: Mapping[str, int] = field(default_factory=dict)
 
 
 class EnvRows:
@@ -75,18 +78,24 @@ def env_tasks(
 
 
 def seed_ranges(environments: Environments, plan: SeedPlan) -> tuple[dict[str, range], dict[str, range]]:
-    """The training seeds and the validation seeds of each environment. Raises EnvError if they overlap, or if an
-    environment has not enough tasks."""
+    """The training seeds and the validation seeds of each environment. Raises EnvError if they overlap, also under two
+    labels, or if an environment has not enough tasks."""
     train: dict[str, range] = {}
     val: dict[str, range] = {}
     for label, size in divided(plan.weights, plan.train_size).items():
         tasks = environments.tasks(label)
-        first = plan.val_seed
+        held_out, first = plan.val_sizes.get(label, plan.val_size), plan.val_seed
         if first is None:
-            first = VAL_SEED if tasks is None else max(0, len(tasks) - plan.val_size)
+            first = VAL_SEED if tasks is None else max(0, len(tasks) - held_out)
         train[label] = range(plan.train_seed, plan.train_seed + size)
-        val[label] = range(first, first + plan.val_size)
+        val[label] = range(first, first + held_out)
         _check(label, train[label], val[label], None if tasks is None else len(tasks))
+    for label, other in permutations(plan.weights, 2):
+        if _overlap(train[label], val[other]) and environments.same_tasks(label, other):
+            raise EnvError(
+                f"{label} and {other} are the same tasks, and rows {_shown(train[label])} for training overlap rows "
+                f"{_shown(val[other])} for validation; lower env.train_size, or set env.val_seed"
+            )
     return train, val
 
 
@@ -108,13 +117,17 @@ def _check(label: str, train: range, val: range, tasks: int | None) -> None:
     if tasks is not None and max(train.stop if train else 0, val.stop if val else 0) > tasks:
         raise EnvError(
             f"{label} has {tasks} tasks, but rows {_shown(train)} for training and {_shown(val)} for validation are "
-            "asked for; lower env.train_size or env.val_size"
+            "asked for; lower env.train_size, or env.val_size or the val_size of its entry"
         )
-    if train and val and train.start < val.stop and val.start < train.stop:
+    if _overlap(train, val):
         raise EnvError(
             f"the seeds {_shown(train)} of training and {_shown(val)} of validation of {label} overlap; change "
             "env.val_seed, env.train_seed or the sizes"
         )
+
+
+def _overlap(train: range, val: range) -> bool:
+    return bool(train and val) and train.start < val.stop and val.start < train.stop
 
 
 def _shown(seeds: range) -> str:

@@ -9,29 +9,32 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rally.data.messages import check_messages, shown
 from rally.data.row_files import DataError
 from rally.envs.base import EnvError, Environment, EnvTurn, MatchEnd, SeatTurn
+from rally.envs.child import EnvChildFailed
 from rally.redact import redact
 from rally.rewards.score import plain
 from rally.tools.invoke import CallEnd, outcome_within
 from rally.tools.results import clean
 from rally.tools.schema import Schema, ToolConfigError, openai_schema
 from rally.tools.session import describe
-from rally.types import Message, Task, ToolCall
+from rally.types import Message, RallyError, Task, ToolCall, finite_number
 
 if TYPE_CHECKING:
     from rally.envs.match import MatchTable, SeatSession
+
+
+OF_THE_ROW = ("env", "id", "seed")  # the entries of every row, beside those of its task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +108,9 @@ class Environments:
                 found = environment.tasks()
                 if found is not None and not len(found):
                     raise EnvError(f"the environment {label} has no tasks")
+                if taken := sorted({*OF_THE_ROW} & {name for task in found or () for name in task}):
+                    problem = f"tasks of the environment {label} have a field {taken[0]}, which a row has itself"
+                    raise EnvError(f"{problem}; rename it")
             except EnvError:
                 raise
             except Exception as error:  # a user's code may fail in any way
@@ -112,20 +118,49 @@ class Environments:
             self._tasks[label] = found
         return self._tasks[label]
 
+    def same_tasks(self, label: str, other: str) -> bool:
+        """Whether two labels name one environment with the same fixed tasks."""
+        first, second = self._spec(label), self._spec(other)
+        made = [(m.func, m.args) if isinstance(m := spec.make, partial) else (m, ()) for spec in (first, second)]
+        return made[0] == made[1] and first.args == second.args and self.tasks(label) is not None
+
     def seats(self, label: str) -> int:
         """The number of trained seats of an environment. Read once."""
         if label not in self._seats:
-            environment = self._spec(label).build()
-            try:
-                self._seats[label] = environment.seats()
-            except EnvError:
-                raise
-            except Exception as error:  # a user's code may fail in any way
-                raise EnvError(f"seats of the environment {label} failed: {describe(error)}") from error
-            finally:
-                if not inspect.iscoroutinefunction(environment.close):
-                    environment.close()
+            self._seats[label] = self._counted_seats(label)
         return self._seats[label]
+
+    def _counted_seats(self, label: str) -> int:
+        """Asked in a thread of its own, as in an episode: closing may hang, and only there it can be given up."""
+        asked: Future[int] = Future()
+        closed: Future[None] = Future()
+
+        def ask() -> None:
+            environment = None
+            try:
+                environment = self._spec(label).build()
+                asked.set_result(environment.seats())
+            except BaseException as error:  # noqa: BLE001 - raised in the caller
+                asked.set_exception(error)
+            try:
+                if environment is not None and not inspect.iscoroutinefunction(environment.close):
+                    environment.close()
+                closed.set_result(None)
+            except BaseException as error:  # noqa: BLE001 - raised in the caller
+                closed.set_exception(error)
+
+        threading.Thread(target=ask, name="rally-env", daemon=True).start()
+        method, failure = "seats", asked.exception()
+        if failure is None:
+            if not wait([closed], self.timeout).done:
+                problem = f"close of the environment {label} did not return within {self.timeout:g} seconds"
+                raise EnvError(f"{problem}; make it faster, or raise env.timeout")
+            method, failure = "close", closed.exception()
+        if isinstance(failure, EnvError):
+            raise failure
+        if failure is not None:
+            raise EnvError(f"{method} of the environment {label} failed: {describe(failure)}") from failure
+        return asked.result()
 
     def open(self, task: Task, presence: SeatPresence | None = None) -> EnvSession | SeatSession:
         """A session for one episode of a row with `env` and `seed`, or for one seat of its match."""
@@ -213,6 +248,10 @@ class EnvSession:
     async def reset(self) -> EnvReset:
         environment = await self._within("__init__", self._make)
         returned = await self._within("reset", environment.reset, dict(self._row), self._seed)
+        with self._reading("reset"):
+            return self._checked_reset(returned)
+
+    def _checked_reset(self, returned: Any) -> EnvReset:
         if not isinstance(returned, tuple) or len(returned) != 2:
             raise self._invalid("reset", f"returned {shown(returned)}; it must return (messages, tools)")
         messages, tools = returned
@@ -229,6 +268,10 @@ class EnvSession:
     async def step(self, turn: EnvTurn) -> EnvStep:
         assert self._environment is not None, "reset comes first"
         returned = await self._within("step", self._environment.step, turn)
+        with self._reading("step"):
+            return self._checked_step(returned, self._environment.added_tools, turn)
+
+    def _checked_step(self, returned: Any, added_tools: Sequence[Mapping[str, Any]], turn: EnvTurn) -> EnvStep:
         if not isinstance(returned, tuple) or len(returned) != 4:
             raise self._invalid("step", f"returned {shown(returned)}; it must return (messages, reward, done, info)")
         observed, reward, done, info = returned
@@ -236,10 +279,10 @@ class EnvSession:
             raise self._invalid("step", f"returned the info {shown(info)}; it must be a mapping")
         messages = [self._text_only("step", message) for message in self._listed("step", observed)]
         try:
-            self._allow([openai_schema(tool, "added_tools") for tool in self._environment.added_tools])
+            self._allow([openai_schema(tool, "added_tools") for tool in added_tools])
         except ToolConfigError as error:
             raise self._invalid("step", f"added an invalid tool: {error}") from None
-        step = EnvStep(messages, self._number(reward), bool(done), plain(dict(info or {})))
+        step = EnvStep(messages, self._number(reward), self._flag(done), plain(dict(info or {})))
         if not step.done:
             self._check_answers(messages, turn.calls)
         return step
@@ -254,7 +297,9 @@ class EnvSession:
     async def start(self) -> SeatTurn:
         """Start a match."""
         environment = await self._within("__init__", self._make)
-        turn = self._checked_turn("start", await self._within("start", environment.start, dict(self._row), self._seed))
+        returned = await self._within("start", environment.start, dict(self._row), self._seed)
+        with self._reading("start"):
+            turn = self._checked_turn("start", returned)
         if isinstance(turn, MatchEnd):
             raise self._invalid("start", "ended the match before anyone had a turn")
         return turn
@@ -262,18 +307,25 @@ class EnvSession:
     async def play(self, turn: EnvTurn) -> SeatTurn | MatchEnd:
         """Play a turn of a match."""
         assert self._environment is not None, "start comes first"
-        return self._checked_turn("play", await self._within("play", self._environment.play, turn))
+        returned = await self._within("play", self._environment.play, turn)
+        with self._reading("play"):
+            return self._checked_turn("play", returned)
 
     def _checked_turn(self, name: str, returned: Any) -> SeatTurn | MatchEnd:
         if isinstance(returned, SeatTurn):
             messages = [self._text_only("step", message) for message in self._listed(name, returned.observation)]
             if not messages:
                 raise self._invalid(name, f"returned no message for the seat {returned.seat}, which plays next")
+            if not isinstance(returned.seat, int):
+                raise self._invalid(name, f"gave a turn to the seat {shown(returned.seat)}; seats are numbers from 0")
             return SeatTurn(seat=returned.seat, observation=messages)
         if not isinstance(returned, MatchEnd):
             raise self._invalid(name, f"returned {shown(returned)}; it must return a SeatTurn or a MatchEnd")
+        rewards = {seat: self._number(reward) for seat, reward in returned.rewards.items()}
+        if None in rewards.values():
+            raise self._invalid(name, f"returned the rewards {shown(returned.rewards)}; give each seat a number")
         return MatchEnd(
-            rewards={seat: self._number(reward) or 0.0 for seat, reward in returned.rewards.items()},
+            rewards={seat: reward for seat, reward in rewards.items() if reward is not None},
             info={seat: plain(dict(info)) for seat, info in returned.info.items()},
             texts={seat: clean(redact(text)) for seat, text in returned.texts.items()},
         )
@@ -311,7 +363,9 @@ class EnvSession:
         if isinstance(ended.error, EnvError):
             raise ended.error
         if ended.error is not None:
-            raise self._invalid(name, f"raised {describe(ended.error)}") from ended.error
+            # The text of an error from another process begins with the type that it had there.
+            raised = str(ended.error) if isinstance(ended.error, EnvChildFailed) else describe(ended.error)
+            raise self._invalid(name, f"raised {raised}") from ended.error
         return ended.value
 
     def _listed(self, name: str, observed: Any) -> list[Message]:
@@ -333,9 +387,25 @@ class EnvSession:
         if reward is None:
             return None
         number = reward.item() if hasattr(reward, "item") else reward  # numpy and torch
-        if not isinstance(number, Real) or not math.isfinite(number):
+        if (finite := finite_number(number)) is None:
             raise self._invalid("step", f"returned the reward {shown(reward)}; it must be a finite number or None")
-        return float(number)
+        return finite
+
+    def _flag(self, done: Any) -> bool:
+        flag = done.item() if hasattr(done, "item") else done
+        if not isinstance(flag, bool) and flag not in (0, 1):  # bool("False") would end the episode
+            raise self._invalid("step", f"returned done={shown(done)}; it must be True or False")
+        return bool(flag)
+
+    @contextmanager
+    def _reading(self, name: str) -> Iterator[None]:
+        """A returned value that cannot be read is a failure of the environment, never the fault of the policy."""
+        try:
+            yield
+        except RallyError:
+            raise
+        except Exception as error:  # a user's objects may fail in any way
+            raise self._invalid(name, f"returned a value that cannot be read: {describe(error)}") from error
 
     def _check_answers(self, messages: Sequence[Message], calls: Sequence[ToolCall]) -> None:
         """Every call has exactly one answer, and there is something for the policy to answer."""

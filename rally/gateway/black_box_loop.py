@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,7 @@ from rally.loops.base import EpisodeFailed, Fault, fault_of
 from rally.rewards.score import plain
 from rally.rewards.shaping import ON_TURNS
 from rally.tools.invoke import CallEnd
-from rally.types import Segment, StopReason
+from rally.types import Segment, StopReason, brief, finite_number
 
 if TYPE_CHECKING:
     from rally.gateway.session import GatewaySession
@@ -80,6 +79,11 @@ class BlackBoxAgentLoop(AgentLoopBase):
         elif shutil.which(check_command(command)[0]) is None:
             raise LoopError(f"there is no program {command[0]!r}; correct agent_loop_config.command")
         _server()
+
+    @classmethod
+    def single_process(cls, options: Mapping[str, Any]) -> str | None:
+        """Agents connect to one port, and every loop worker has a gateway of its own."""
+        return next((name for name in ("workers", "port") if options.get(name)), None)
 
     async def run(self, sampling_params: dict[str, Any], **row_fields: Any) -> AgentLoopOutput:
         server = _server()
@@ -265,9 +269,9 @@ def _answer_of_list(parts: Sequence[Any]) -> str | None:
 
 
 def _number(agent: str, value: Any) -> float:
-    if isinstance(value, Real) and math.isfinite(value):
-        return float(value)
-    raise LoopError(f"the agent {agent} returned the reward {value!r}; return a finite number")
+    if (number := finite_number(value)) is not None:
+        return number
+    raise LoopError(f"the agent {agent} returned the reward {brief(value)}; return a finite number")
 
 
 def _check_workers(options: Mapping[str, Any]) -> None:

@@ -6,16 +6,14 @@ branch is that of the last turn of the call's segment. The tokens of an excluded
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from numbers import Real
 from typing import Any, Literal
 
 from rally.gateway.transcript import Branch, EpisodeParts
 from rally.services.admission import Refused
 from rally.services.openai_responses import call_key
-from rally.types import Segment, Turn, WeightSpan
+from rally.types import Segment, Turn, WeightSpan, brief, finite_number
 
 Scope = Literal["call", "branch"]
 
@@ -37,11 +35,12 @@ class Credit:
         if unknown := sorted(fields.keys() - {"call", "reward", "train", "scope"}):
             raise Refused(400, f"unknown field {unknown[0]}; known are call, reward, train and scope", param=unknown[0])
         reward, train, scope = fields.get("reward", 0.0), fields.get("train", True), fields.get("scope", "call")
-        if isinstance(reward, bool) or not isinstance(reward, Real) or not math.isfinite(reward):
-            raise Refused(400, f"reward must be a finite number, not {reward!r}", param="reward")
+        number = None if isinstance(reward, bool) else finite_number(reward)
+        if number is None:
+            raise Refused(400, f"reward must be a finite number, not {brief(reward)}", param="reward")
         if not isinstance(train, bool) or scope not in ("call", "branch"):
             raise Refused(400, "train must be true or false, and scope call or branch", param="scope")
-        return cls(call=str(fields.get("call")), reward=float(reward), train=train, scope=scope)
+        return cls(call=str(fields.get("call")), reward=number, train=train, scope=scope)
 
 
 class CallCredits:

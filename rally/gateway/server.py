@@ -184,8 +184,8 @@ class Gateway:
 async def _json(request: Request) -> Any:
     try:
         return json.loads(await request.body())
-    except ValueError:
-        raise Refused(400, "the body must be JSON") from None
+    except (ValueError, RecursionError):
+        raise Refused(400, "the body must be JSON, and not nested too deeply") from None
 
 
 def _model(name: str) -> Json:

@@ -218,8 +218,8 @@ class GatewaySession:
         self._cut = StopReason.CONTEXT  # the agent may shorten its messages and go on
         raise Refused(
             400,
-            f"these messages have {len(draft.ids)} tokens, and the context window is {max_model_len} including the "
-            "answer; shorten them",
+            f"these messages have {len(draft.ids)} tokens, and this model's maximum context length is {max_model_len} "
+            "tokens including the answer; shorten them",  # litellm knows an exceeded context by these words
             param="messages",
             code="context_length_exceeded",
         )

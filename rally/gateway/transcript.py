@@ -19,6 +19,7 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from rally.chat import ChatCodec, TemplateError
+from rally.services.openai_requests import UNSHOWN, unshown_field
 from rally.types import Generation, Message, RallyError, Segment, ToolAnswer, ToolCall, Turn
 
 
@@ -79,7 +80,9 @@ def canonical(messages: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
         role = message.get("role")
         if not isinstance(role, str):
             raise MessageError(f"messages.{at} has no role; give it one, such as user")
-        rest = {k: v for k, v in message.items() if k not in ("role", "content", "tool_calls") and v}
+        if dropped := unshown_field(message):
+            raise MessageError(f"messages.{at}.{dropped} is not supported; {UNSHOWN[dropped]}")
+        rest = {k: v for k, v in message.items() if k not in ("role", "content", "tool_calls") and _is_filled(v)}
         plain: Message = {"role": "system" if role == "developer" else role, "content": _content(message, at), **rest}
         if role == "assistant":
             written = [_call(call, number, at) for number, call in enumerate(_calls(message))]
@@ -90,6 +93,13 @@ def canonical(messages: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
             plain |= {"tool_call_id": known[0], "name": known[1]}
         result.append(plain)
     return tuple(result)
+
+
+def _is_filled(value: Any) -> bool:
+    """Whether a field says anything. Some clients add objects of which every entry is null."""
+    if isinstance(value, Mapping):
+        return any(map(_is_filled, value.values()))
+    return any(map(_is_filled, value)) if isinstance(value, list | tuple) else bool(value)
 
 
 def _calls(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
@@ -118,7 +128,7 @@ def _call(call: Mapping[str, Any], number: int, at: int) -> dict[str, Any]:
         raise MessageError(f"messages.{at}.tool_calls.{number} names no function; only function calls are supported")
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
-        with suppress(ValueError):  # arguments that are not JSON stay text
+        with suppress(ValueError, RecursionError):  # arguments that are not JSON stay text
             arguments = json.loads(arguments)
     return {"id": f"call_{number}", "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 

@@ -11,6 +11,7 @@ import binascii
 import io
 import stat
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_type_hints
 from urllib.parse import unquote, urlsplit
@@ -24,6 +25,7 @@ MAX_BYTES = 4 * MAX_PIXELS + (1 << 20)
 """The largest file: MAX_PIXELS uncompressed, and a header."""
 
 MAX_CACHED = 1 << 17
+BLANK_SIDE = 64  # pixels
 FORMATS: tuple[str, ...] = get_args(get_type_hints(Image)["format"])
 IMAGE_KEYS = ("image", "image_url", "url", "bytes", "path")
 ACCEPTED = "give a path, bytes, a data: URL or a PIL image"
@@ -51,6 +53,12 @@ def read_image(source: Any, folder: Path | None = None) -> Image:
 def decoded(image: Image) -> Any:
     """The image as a PIL image in RGB, with transparent parts on white."""
     return _rgb(_opened(image.read(), "the image"))
+
+
+@cache
+def blank_image() -> Image:
+    """A small white image."""
+    return _encoded(load_pil().new("RGB", (BLANK_SIDE, BLANK_SIDE), "white"))
 
 
 def image_parts(messages: Sequence[Message]) -> list[Image]:

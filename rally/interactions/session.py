@@ -19,7 +19,7 @@ from rally.redact import redact
 from rally.tools.invoke import Keywords, call, outcome_within
 from rally.tools.results import clean, read_reward
 from rally.tools.session import describe
-from rally.types import Message, RallyError, Task
+from rally.types import Message, RallyError, Task, brief
 
 
 class UserReply(NamedTuple):
@@ -173,4 +173,6 @@ def _number(score: Any, what: str) -> float | None:
     try:
         return None if score is None else read_reward(score)
     except RallyError:
-        raise InteractionError(f"{what} returned the score {score!r}; it must be a finite number or None") from None
+        raise InteractionError(
+            f"{what} returned the score {brief(score)}; it must be a finite number or None"
+        ) from None

@@ -13,11 +13,11 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from rally.chat import ChatCodec
 from rally.engines import Engine, EngineError
-from rally.engines.base import NO_GRAMMAR, LocalEngine, OnTokens
+from rally.engines.base import NO_GRAMMAR, GrammarEngine, LocalEngine, OnTokens
 from rally.envs import Environments
 from rally.images.loading import read_image
 from rally.interactions import Interactions
@@ -262,6 +262,11 @@ class EpisodeServer:
             if on_tokens is not None and isinstance(self.engine, LocalEngine):
                 keywords["on_tokens"] = on_tokens
             generation = await self.engine.generate(prompt_ids, params, session=session or self.session, **keywords)
+        except RallyError:
+            raise
+        except Exception as failure:  # a failed step raises anything; it must not count as the policy's fault
+            raise EngineError(f"the engine failed: {type(failure).__name__}: {failure}") from failure
+        else:
             self.generations.append(generation)
             self._keep(tuple(prompt_ids), tuple(images), generation)
             return generation
@@ -270,7 +275,7 @@ class EpisodeServer:
 
     async def check_grammar(self, grammar: str) -> None:
         """Raises RallyError if the engine cannot apply the grammar."""
-        if not isinstance(self.engine, LocalEngine):
+        if not isinstance(self.engine, GrammarEngine):
             raise EngineError(NO_GRAMMAR)
         await self.engine.check_grammar(grammar)
 
@@ -333,6 +338,9 @@ class AgentLoopBase(ABC):
     """
 
     context: LoopContext
+    one_history: ClassVar[bool] = False
+    """Whether each request of an episode continues or replaces the history of the one before. The KV cache of a run
+    whose loops all say so is no larger than what its episodes can use."""
 
     @classmethod
     def build(cls, context: LoopContext, options: Mapping[str, Any]) -> AgentLoopBase:
@@ -351,6 +359,11 @@ class AgentLoopBase(ABC):
             inspect.signature(cls).bind(**options)
         except TypeError as wrong:
             raise LoopError(f"{cls.__name__} cannot be made from rollout.agent_loop_config: {wrong}") from wrong
+
+    @classmethod
+    def single_process(cls, options: Mapping[str, Any]) -> str | None:
+        """The option with which loop workers cannot play this loop; None if they can."""
+        return None
 
     def __init__(self, **options: Any) -> None:
         if options:

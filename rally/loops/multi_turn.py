@@ -18,6 +18,7 @@ from rally.types import StopReason, Task
 class MultiTurnLoop(AgentLoopBase):
     """A loop that samples a turn, lets something answer it, and repeats this until a stop reason applies."""
 
+    one_history = True
     exchange: EpisodeBuilder
     began: float
 

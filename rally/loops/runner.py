@@ -31,7 +31,7 @@ from rally.loops.base import (
 from rally.loops.registry import LoopSpec, find_loop
 from rally.tools import ToolBox
 from rally.tools.invoke import is_keyboard
-from rally.types import Episode, SamplingParams, Segment, StopReason, Task, Turn
+from rally.types import Episode, SamplingParams, Segment, StopReason, Task, Turn, brief, finite_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,6 +216,10 @@ class Runner:
             extra["attempts"] = attempt + 1
         if output.turn_rewards is not None:
             extra["turn_rewards"] = list(output.turn_rewards)
+        rewards = [] if output.turn_rewards is None else list(output.turn_rewards)
+        for reward in rewards if output.reward_score is None else [*rewards, output.reward_score]:
+            if finite_number(reward.item() if hasattr(reward, "item") else reward) is None:
+                raise LoopError(f"the agent loop returned the reward {brief(reward)}; return a finite number")
         segments = output.as_segments(self.codec, server.generations)
         if output.num_turns and not output.turns:
             extra["num_turns"] = output.num_turns

@@ -16,6 +16,8 @@ from rally.types import StopReason
 class SingleTurnAgentLoop(AgentLoopBase):
     """Samples one reply."""
 
+    one_history = True
+
     async def run(self, sampling_params: dict[str, Any], **row_fields: Any) -> AgentLoopOutput:
         max_model_len = self.server.max_model_len
         exchange = EpisodeBuilder.start(self.codec, self.task, self.settings, max_model_len, self.context.began)

@@ -29,6 +29,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rally.models import routing, state_layers
 from rally.models.vision import SeenImages, own_positions, packed_seen_hidden
+from rally.platforms import on_accelerator
 
 NAME = "rally"
 
@@ -162,13 +163,20 @@ def causal_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def packed_hidden(
-    model: PreTrainedModel, ids_T: Tensor, positions: Tensor, context: AttentionContext, seen: SeenImages | None = None
+    model: PreTrainedModel,
+    ids_T: Tensor,
+    positions: Tensor,
+    context: AttentionContext,
+    seen: SeenImages | None = None,
+    *,
+    language_only: bool = False,
 ) -> Tensor:
     """Last hidden states [T, hidden] of packed tokens. For a vision-language model positions are [3, T], and `seen` are
-    the image tokens. The 4-D mask keeps transformers from building its own."""
+    the image tokens. `language_only`: call its language model as if some token were of an image. The 4-D mask keeps
+    transformers from building its own."""
     no_mask = torch.empty((1, 1, 1, 1), device=ids_T.device)
     positions = own_positions(model, positions)
-    if seen is not None:
+    if seen is not None or language_only:
         return packed_seen_hidden(model, ids_T, positions, context, seen, no_mask)
     output = body_of(model)(
         input_ids=ids_T.unsqueeze(0),
@@ -202,8 +210,16 @@ def grouped_attention(
     q = q_BtHD.view(b, t, kv, g, d).permute(0, 2, 3, 1, 4).reshape(b, kv, g * t, d)
     if mask is not None and t > 1:
         mask = mask.repeat(1, 1, g, 1)
+    if mask is not None and torch.is_grad_enabled() and on_accelerator(mask.device):
+        mask = _aligned(mask)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scores.scale)
     return out.view(b, kv, g, t, -1).permute(0, 3, 1, 2, 4).reshape(b, t, h, -1)
+
+
+def _aligned(mask: Tensor) -> Tensor:
+    """The mask with rows that begin at multiples of 8 elements, which the gradients of torch's kernels require."""
+    length = mask.shape[-1]
+    return mask if length % 8 == 0 else F.pad(mask, (0, -length % 8))[..., :length]
 
 
 def _explicit_attention(

@@ -43,7 +43,9 @@ def rally_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_w
 def supported(experts: Any, hidden_states: Tensor) -> bool:
     """Whether `experts_by_kernel` computes these experts: in half precision on a GPU, without gradients."""
     # weights that are stored transposed (gpt-oss) are read twice as fast by grouped products
-    plain = not (experts._is_expert_parallel or experts.has_post_expert_norm or experts.is_transposed)
+    # transformers 5.17 neither divides experts among devices nor has norms after them
+    special = any(getattr(experts, name, False) for name in ("_is_expert_parallel", "has_post_expert_norm"))
+    plain = not (special or experts.is_transposed)
     half = hidden_states.dtype in (torch.bfloat16, torch.float16)
     return plain and half and has_kernels(hidden_states.device) and not torch.is_grad_enabled()
 

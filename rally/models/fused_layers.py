@@ -34,6 +34,7 @@ from rally.models.decoder_families import (
     rotary_of,
     through_module,
 )
+from rally.models.fp8 import Fp8Linears, Product
 from rally.models.kernels.dispatch import Kernels
 from rally.models.lm_head import head_logits
 from rally.models.lora import add_adapted, plain_linear
@@ -49,9 +50,9 @@ class PagedReader(Protocol):
 
 class Packed:
     """Linear layers with the same input as one product; their parameters become views into the packed weight. Uses the
-    adapters that are enabled when it is made."""
+    adapters that are enabled when it is made. With `fp8` the base layers multiply by their copies."""
 
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
+    def __init__(self, layers: Sequence[nn.Module], fp8: Fp8Linears | None = None) -> None:
         plain = [one for layer in layers if (one := plain_linear(layer)) is not None]
         assert len(plain) == len(layers), "`fusable` must be checked first"
         bases, self.adapters = [one.base for one in plain], [one.adapter for one in plain]
@@ -61,6 +62,7 @@ class Packed:
         self.ranks = [0 if adapter is None else len(adapter.a_RC) for adapter in self.adapters]
         inner = [adapter.a_RC for adapter in self.adapters if adapter is not None]
         self.inner = self._pack(inner) if inner else None
+        self.fp8, self.copy = fp8, None if fp8 is None else fp8.packed(bases)
 
     @staticmethod
     def _pack(parameters: Sequence[Tensor]) -> Tensor:
@@ -74,7 +76,10 @@ class Packed:
 
     def __call__(self, x_TC: Tensor, product: Callable[..., Tensor]) -> Tensor:
         """The concatenated outputs of the layers; `product` computes the base layers."""
-        y_TF = product(x_TC, self.weight, self.bias)
+        if self.fp8 is not None and self.copy is not None and self.fp8.active:
+            y_TF = self.fp8.product(x_TC, self.copy, self.bias)
+        else:
+            y_TF = product(x_TC, self.weight, self.bias)
         if self.inner is not None:
             parts = zip(y_TF.split(self.sizes, 1), F.linear(x_TC, self.inner).split(self.ranks, 1), strict=True)
             for (part_TF, h_TR), adapter in zip(parts, self.adapters, strict=True):
@@ -106,9 +111,11 @@ class _Layer:
 
 class FusedDecoder:
     """The forward of one `fusable` module. With `invariant` it is batch-invariant: the result of a token depends, to
-    the last bit, only on its own history."""
+    the last bit, only on its own history. With `fp8` the projections multiply by these copies."""
 
-    def __init__(self, model: PreTrainedModel, kernels: Kernels, *, invariant: bool = False) -> None:
+    def __init__(
+        self, model: PreTrainedModel, kernels: Kernels, *, invariant: bool = False, fp8: Fp8Linears | None = None
+    ) -> None:
         config = model.config.get_text_config()
         self.kernels = kernels
         self.linear = kernels.invariant_linear if invariant else F.linear
@@ -119,7 +126,7 @@ class FusedDecoder:
         self.eps: float = config.rms_norm_eps
         self.offset = offset_norms(model)
         self.activation = ACTIVATIONS[activation_name(model)]
-        self.layers = [_layer(module, model) for module in self.base.layers]
+        self.layers = [_layer(module, model, fp8) for module in self.base.layers]
 
     def __call__(self, ids_T: Tensor, positions_T: Tensor, places_T: Tensor, attention: PagedReader) -> Tensor:
         """Last hidden states [T, C], normed."""
@@ -133,6 +140,15 @@ class FusedDecoder:
             x = self._add_norm(self._norm(mixed, parts.attention_norm), residual, parts.middle_norm)
             x = self._add_norm(self._norm(self._mlp(layer, x), parts.mlp_norm), residual, next_norm)
         return x
+
+    def products(self) -> dict[str, Product]:
+        """The linear layers, for comparisons."""
+        return {
+            f"layers.{number}.{name}": Product(packed.weight.shape[1], partial(packed, product=self.linear))
+            for number, layer in enumerate(self.layers)
+            for name in ("qkv", "out", "gate_up", "down")
+            if (packed := getattr(layer, name)) is not None
+        }
 
     def logits(self, hidden_TC: Tensor) -> Tensor:
         """float32 logits [T, V]."""
@@ -184,15 +200,15 @@ class FusedDecoder:
         return self.kernels.add_rms_norm(x_TC, residual_TC, norm.weight, self.eps, offset=self.offset)
 
 
-def _layer(module: Any, model: PreTrainedModel) -> _Layer:
+def _layer(module: Any, model: PreTrainedModel, fp8: Fp8Linears | None) -> _Layer:
     parts = parts_of(module, model)
     attention, mlp = parts.attention, parts.mlp
     return _Layer(
         parts,
-        qkv=Packed([attention.q_proj, attention.k_proj, attention.v_proj]),
-        out=Packed([attention.o_proj]),
-        gate_up=Packed([mlp.gate_proj, mlp.up_proj]) if dense(mlp) else None,
-        down=Packed([mlp.down_proj]) if dense(mlp) else None,
+        qkv=Packed([attention.q_proj, attention.k_proj, attention.v_proj], fp8),
+        out=Packed([attention.o_proj], fp8),
+        gate_up=Packed([mlp.gate_proj, mlp.up_proj], fp8) if dense(mlp) else None,
+        down=Packed([mlp.down_proj], fp8) if dense(mlp) else None,
     )
 
 

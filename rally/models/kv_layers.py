@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from rally.models.attention import Scores, packed_hidden
 from rally.models.kernels.attention_tiles import group_parts
-from rally.models.state_layers import SegmentTree, StateSegment
+from rally.models.segment_tree import SegmentTree, StateSegment
 
 
 class KVLayer(NamedTuple):

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rally.models.attention import body_of, causal_of
+from rally.models.kernels.dispatch import has_triton
 from rally.models.token_masks import TokenMasks
 from rally.platforms import has_kernels, on_accelerator
 
@@ -136,10 +137,31 @@ def _head(head: nn.Module, hidden: Tensor, product: Product | None = None) -> Te
     if product is not None and isinstance(head, nn.Linear):
         return product(hidden, head.weight, head.bias)
     half = has_kernels(hidden.device) and hidden.dtype in (torch.bfloat16, torch.float16)
-    if half and isinstance(head, nn.Linear) and head.bias is None and not torch.is_grad_enabled():
-        leading = hidden.shape[:-1]
-        return torch.mm(hidden.flatten(0, -2), head.weight.t(), out_dtype=torch.float32).unflatten(0, leading)
+    if half and isinstance(head, nn.Linear) and head.bias is None:
+        whole = _exact_head(hidden.flatten(0, -2), head.weight)
+        return whole.unflatten(0, hidden.shape[:-1])
     return head(hidden)  # type: ignore[no-any-return]
+
+
+def _exact_head(hidden_XC: Tensor, weight_VC: Tensor) -> Tensor:
+    """The logits in float32, with a gradient in the dtype of the weight."""
+    if torch.is_grad_enabled():
+        return _ExactHead.apply(hidden_XC, weight_VC)  # type: ignore[no-any-return]
+    return _exact_product(hidden_XC, weight_VC.t())
+
+
+class _ExactHead(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden_XC: Tensor, weight_VC: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden_XC, weight_VC)
+        return _exact_product(hidden_XC, weight_VC.t())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        hidden_XC, weight_VC = ctx.saved_tensors
+        gradient_XV = gradients[0].to(weight_VC.dtype)
+        of_hidden = gradient_XV @ weight_VC if ctx.needs_input_grad[0] else None
+        return of_hidden, gradient_XV.t() @ hidden_XC if ctx.needs_input_grad[1] else None
 
 
 def chunk_rows(vocabulary: int, device: torch.device) -> int:
@@ -157,7 +179,9 @@ class HeadLogprobs(torch.autograd.Function):
     """(log-probability of each target, entropy) under softmax(hidden @ weight.T / temperature), over the allowed tokens
     where there are `masks`.
 
-    The backward pass computes the logits again, chunk by chunk. The entropy has a gradient only if `entropy_gradient`.
+    The backward pass computes the logits again, chunk by chunk; or, with `keep`, it reads the probabilities that the
+    forward pass has kept in the dtype of the hidden states, and can run once. The entropy has a gradient only if
+    `entropy_gradient`, which excludes `keep`.
     """
 
     @staticmethod
@@ -170,33 +194,46 @@ class HeadLogprobs(torch.autograd.Function):
         rows: int,
         entropy_gradient: bool,
         masks: TokenMasks | None = None,
+        keep: bool = False,
     ) -> tuple[Tensor, Tensor]:
+        assert not (keep and entropy_gradient), "the gradient of the entropy needs exact logits"
         ctx.masks = masks_of_chunks(masks, len(hidden_UC), rows)
-        parts = [
-            _statistics(_logits(hidden, weight_VC, temperature, allowed), targets)
-            for hidden, targets, allowed in zip(hidden_UC.split(rows), targets_U.split(rows), ctx.masks, strict=True)
-        ]
+        kept_UV = hidden_UC.new_empty((len(hidden_UC), len(weight_VC))) if keep else None
+        parts = []
+        for number, (hidden, targets, allowed) in enumerate(
+            zip(hidden_UC.split(rows), targets_U.split(rows), ctx.masks, strict=True)
+        ):
+            logits = _logits(hidden, weight_VC, temperature, allowed)
+            known = _statistics(logits, targets)
+            if kept_UV is not None:
+                _keep_probabilities(logits, known[2], kept_UV[number * rows : number * rows + len(hidden)])
+            parts.append(known)
         logp_U, entropy_U, normaliser_U = (torch.cat(x) for x in zip(*parts, strict=True))
-        ctx.save_for_backward(hidden_UC, weight_VC, targets_U, entropy_U, normaliser_U)
-        ctx.temperature, ctx.rows, ctx.entropy_gradient = temperature, rows, entropy_gradient
+        ctx.save_for_backward(hidden_UC, weight_VC, targets_U, entropy_U, normaliser_U, logp_U)
+        ctx.temperature, ctx.rows, ctx.entropy_gradient, ctx.kept_UV = temperature, rows, entropy_gradient, kept_UV
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy_U)
         return logp_U, entropy_U
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_UC, weight_VC, *known = ctx.saved_tensors
+        hidden_UC, weight_VC, *known, logp_U = ctx.saved_tensors
         known += [gradient / ctx.temperature for gradient in gradients]
+        needs_weight, nothing = ctx.needs_input_grad[1], (None,) * 6
+        if ctx.kept_UV is not None:
+            gradient_UV, ctx.kept_UV = _gradient_of_kept(ctx.kept_UV, known[0], logp_U, known[3]), None
+            of_weight = gradient_UV.t() @ hidden_UC if needs_weight else None
+            return gradient_UV @ weight_VC, of_weight, *nothing
         hidden_gradients = []
-        weight_gradient = torch.zeros_like(weight_VC, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        weight_gradient = torch.zeros_like(weight_VC, dtype=torch.float32) if needs_weight else None
         for allowed, hidden, *part in zip(ctx.masks, *(x.split(ctx.rows) for x in (hidden_UC, *known)), strict=True):
             logits = _logits(hidden, weight_VC, ctx.temperature, allowed)
-            gradient = _logits_gradient(logits, _Known(*part), ctx.entropy_gradient).to(weight_VC.dtype)
+            gradient = _logits_gradient(logits, _Known(*part), ctx.entropy_gradient, weight_VC.dtype)
             hidden_gradients.append(gradient @ weight_VC)
             if weight_gradient is not None:
-                weight_gradient += _exact_product(gradient.t(), hidden)
+                _add_exact_product(weight_gradient, gradient.t(), hidden)
         weight_gradient = None if weight_gradient is None else weight_gradient.to(weight_VC.dtype)
-        return torch.cat(hidden_gradients), weight_gradient, None, None, None, None, None
+        return torch.cat(hidden_gradients), weight_gradient, *nothing
 
 
 class _Known(NamedTuple):
@@ -216,6 +253,14 @@ def _exact_product(a: Tensor, b: Tensor) -> Tensor:
     return (a @ b).float()
 
 
+def _add_exact_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a @ b to a float32 total, without rounding in between."""
+    if has_kernels(a.device) and a.dtype != torch.float32:
+        torch.ops.aten.addmm.dtype_out(total, a, b, torch.float32, out=total)
+    else:
+        total += (a @ b).float()
+
+
 def _logits(hidden: Tensor, weight_VC: Tensor, temperature: float, allowed: TokenMasks | None) -> Tensor:
     logits = _exact_product(hidden, weight_VC.t())
     scaled = logits if temperature == 1 else logits.div_(temperature)
@@ -223,7 +268,12 @@ def _logits(hidden: Tensor, weight_VC: Tensor, temperature: float, allowed: Toke
 
 
 def _statistics(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability, entropy and logsumexp; needs one more tensor of the size of the logits."""
+    """Log-probability, entropy and logsumexp; needs one more tensor of the size of the logits. The specification of the
+    kernel."""
+    if _by_kernel(logits):
+        from rally.models.kernels import token_logprobs
+
+        return token_logprobs.statistics(logits, targets)
     probability = torch.softmax(logits, dim=-1)
     highest, at = logits.max(dim=-1)
     normaliser = highest - probability.gather(1, at[:, None]).squeeze(1).log()
@@ -231,13 +281,47 @@ def _statistics(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor
     return logp, normaliser - probability.mul_(logits).sum(-1), normaliser
 
 
-def _logits_gradient(logits: Tensor, known: _Known, with_entropy: bool) -> Tensor:
-    """Overwrite the logits with the gradient of both outputs with respect to them.
+def _by_kernel(logits: Tensor) -> bool:
+    return has_kernels(logits.device) and logits.dtype == torch.float32 and has_triton()
+
+
+def _logits_gradient(logits: Tensor, known: _Known, with_entropy: bool, dtype: torch.dtype) -> Tensor:
+    """The gradient of both outputs with respect to the logits, which it may overwrite. The specification of the kernel.
 
     d logp / d logit_j = [j is the target] - p_j, and d entropy / d logit_j = -p_j (log p_j + entropy).
     """
+    if _by_kernel(logits):
+        from rally.models.kernels import token_logprobs
+
+        of_entropy = known.entropy_gradient if with_entropy else None
+        columns = (known.targets, known.entropy, known.normaliser, known.logp_gradient, of_entropy)
+        return token_logprobs.logits_gradient(logits, *columns, dtype)
     logits.sub_(known.normaliser[:, None])
     factor = -known.logp_gradient[:, None]
     if with_entropy:
         factor = factor - known.entropy_gradient[:, None] * (logits + known.entropy[:, None])
-    return logits.exp_().mul_(factor).scatter_add_(1, known.targets[:, None], known.logp_gradient[:, None])
+    gradient = logits.exp_().mul_(factor).scatter_add_(1, known.targets[:, None], known.logp_gradient[:, None])
+    return gradient.to(dtype)
+
+
+def _keep_probabilities(logits: Tensor, normaliser: Tensor, out_XV: Tensor) -> None:
+    """Write the probabilities of the rows, rounded to the dtype of `out_XV`. May overwrite the logits."""
+    if _by_kernel(logits):
+        from rally.models.kernels import token_logprobs
+
+        token_logprobs.probabilities(logits, normaliser, out_XV)
+    else:
+        out_XV.copy_(logits.sub_(normaliser[:, None]).exp_())
+
+
+def _gradient_of_kept(kept_UV: Tensor, targets: Tensor, logp: Tensor, logp_gradient: Tensor) -> Tensor:
+    """The gradient of the log-probabilities with respect to the logits, in place of the kept probabilities. That of the
+    target, 1 - p, is exact: a rounded p near 1 would leave nothing of it."""
+    if has_kernels(kept_UV.device) and has_triton():
+        from rally.models.kernels import token_logprobs
+
+        token_logprobs.scale_probabilities(kept_UV, targets, logp, logp_gradient)
+        return kept_UV
+    at_target = -torch.expm1(logp) * logp_gradient
+    kept_UV.mul_(-logp_gradient[:, None])
+    return kept_UV.scatter_(1, targets[:, None], at_target[:, None].to(kept_UV.dtype))

@@ -19,11 +19,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.autograd import Function
 from transformers import PreTrainedModel
 
 from rally.models.sharding import model_state, ranks_of
@@ -83,44 +81,9 @@ def switches(model: nn.Module) -> list[tuple[bool, bool]]:
     return [(m.disable_adapters, m.merged) for m in model.modules() if hasattr(m, "lora_A")]  # type: ignore[misc]
 
 
-def linear(layer: nn.Module, x_TC: Tensor) -> Tensor:
-    """The output of the layer, with gradients. If the base itself is trained, its module computes it."""
-    plain = plain_linear(layer)
-    if plain is None or any(parameter.requires_grad for parameter in plain.base.parameters()):
-        return layer(x_TC)  # type: ignore[no-any-return]
-    base, adapter = plain
-    if adapter is None:
-        return base(x_TC)  # type: ignore[no-any-return]
-    return _Adapted.apply(x_TC, base.weight, base.bias, *adapter)  # type: ignore[no-any-return]
-
-
 def add_adapted(y_TF: Tensor, h_TR: Tensor, b_FR: Tensor, scale: float) -> None:
     """Add an adapter's output, from h = x A^T, to the base layer's output in place."""
     y_TF.addmm_(h_TR, b_FR.t(), alpha=scale)
-
-
-class _Adapted(Function):
-    """A linear layer with an adapter that keeps only x and h for the backward pass."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x_TC: Tensor, weight_FC: Tensor, bias_F: Tensor | None, a_RC: Tensor, b_FR: Tensor, scale: float
-    ) -> Tensor:
-        y_TF, h_TR = F.linear(x_TC, weight_FC, bias_F), F.linear(x_TC, a_RC)
-        add_adapted(y_TF, h_TR, b_FR, scale)
-        ctx.save_for_backward(x_TC, h_TR, weight_FC, a_RC, b_FR)
-        ctx.scale = scale
-        return y_TF
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x_TC, h_TR, weight_FC, a_RC, b_FR = ctx.saved_tensors
-        (dy_TF,) = gradients
-        g_TR = dy_TF @ b_FR
-        dx_TC = (dy_TF @ weight_FC).addmm_(g_TR, a_RC, alpha=ctx.scale) if ctx.needs_input_grad[0] else None
-        da_RC = torch.addmm(a_RC, g_TR.t(), x_TC, beta=0, alpha=ctx.scale)
-        db_FR = torch.addmm(b_FR, dy_TF.t(), h_TR, beta=0, alpha=ctx.scale)
-        return dx_TC, None, None, da_RC, db_FR, None
 
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

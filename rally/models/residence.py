@@ -27,33 +27,40 @@ class Residence:
         self.moves = 0  # how often the weights were moved
         self._model = model
         self._users = 0
+        self._rests_after = False  # whether it moves to main memory when its last user leaves
         self._lock = threading.Lock()
         setattr(model, DEVICE_ATTRIBUTE, self.device)
         setattr(model, RESIDENCE_ATTRIBUTE, self)
 
     @contextmanager
     def use(self) -> Iterator[None]:
-        """A context in which the model is on its device. Weights that rested before it rest again after it."""
+        """A context in which the model is on its device. Weights that rested before it rest again after it, or after
+        the last of several such contexts, in whatever threads."""
         with self._lock:
-            rested, self._users = self.resting, self._users + 1
+            if not self._users:
+                self._rests_after = self.resting
             self._wake()
+            self._users += 1  # not if the device has no room: nobody would leave
         try:
             yield
         finally:
             with self._lock:
                 self._users -= 1
-                if rested and not self._users:
+                if self._rests_after and not self._users:
                     self._rest()
 
     def wake(self) -> None:
-        """Move the model to its device."""
+        """Move the model to its device, where it stays."""
         with self._lock:
+            self._rests_after = False
             self._wake()
 
     def rest(self) -> None:
-        """Move the model to main memory, unless it is in use."""
+        """Move the model to main memory, as soon as it is not in use."""
         with self._lock:
-            if not self._users:
+            if self._users:
+                self._rests_after = True
+            else:
                 self._rest()
 
     def _wake(self) -> None:

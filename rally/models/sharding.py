@@ -234,7 +234,7 @@ def gathered(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int = BUCKET_B
 
     Sharded ones are gathered in buckets, one collective each. Beside the result a rank holds one bucket, of
     `bucket_bytes` or one tensor that is larger. A tensor that is not sharded is returned as it is."""
-    bucket: list[_Piece] = []
+    bucket: list[_ShardPiece] = []
     for name, value in tensors:
         if not isinstance(value, DTensor):
             yield name, value
@@ -242,7 +242,7 @@ def gathered(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int = BUCKET_B
         if (dim := _shard_dim(value)) is None:  # laid out in another way
             yield name, value.full_tensor().detach()
             continue
-        piece = _Piece(name, value, value.device_mesh.get_group(dim))
+        piece = _ShardPiece(name, value, value.device_mesh.get_group(dim))
         if bucket and (not piece.fits(bucket[0]) or sum(one.bytes for one in (*bucket, piece)) > bucket_bytes):
             yield from _gather_bucket(bucket)
             bucket = []
@@ -257,7 +257,7 @@ def _shard_dim(value: DTensor) -> int | None:
     return divided[0] if len(divided) == 1 and value.placements[divided[0]] == Shard(0) else None
 
 
-class _Piece(NamedTuple):
+class _ShardPiece(NamedTuple):
     """A tensor whose rows are divided among the ranks of a group, as torch.chunk does."""
 
     name: str
@@ -273,7 +273,7 @@ class _Piece(NamedTuple):
     def bytes(self) -> int:
         return self.value.numel() * self.value.element_size()
 
-    def fits(self, other: _Piece) -> bool:
+    def fits(self, other: _ShardPiece) -> bool:
         return self.value.dtype == other.value.dtype and self.group.group_name == other.group.group_name
 
     def padded(self) -> Tensor:
@@ -284,7 +284,7 @@ class _Piece(NamedTuple):
         return torch.nn.functional.pad(local, (0, self.chunk.numel() - local.numel()))
 
 
-def _gather_bucket(bucket: Sequence[_Piece]) -> Iterator[tuple[str, Tensor]]:
+def _gather_bucket(bucket: Sequence[_ShardPiece]) -> Iterator[tuple[str, Tensor]]:
     group, mine = bucket[0].group, torch.cat([piece.padded() for piece in bucket])
     everyone = mine.new_empty(group.size(), mine.numel())
     ALL_GATHER(everyone.view(-1), mine, group=group)

@@ -79,13 +79,20 @@ def compressed(masks: Sequence[bytes]) -> bytes:
 
 def decompressed(data: bytes) -> list[bytes]:
     """The mask of each position. Equal ones are one object."""
-    reader = zlib.decompressobj()
-    raw = reader.decompress(data, MAX_MASKS)
+    reader, damaged = zlib.decompressobj(), "the masks of a constrained span cannot be read; the episode is damaged"
+    try:
+        raw = reader.decompress(data, MAX_MASKS)
+    except zlib.error as problem:
+        raise GrammarError(f"{damaged} ({problem})") from None
     if reader.unconsumed_tail or not reader.eof or len(raw) < 8:
-        raise GrammarError("the masks of a constrained span cannot be read; the episode is damaged")
+        raise GrammarError(damaged)
     count, width = (int(n) for n in np.frombuffer(raw[:8], "<u4"))
+    if len(raw) < 8 + 4 * count:
+        raise GrammarError(damaged)
     numbers, bits = np.frombuffer(raw[8 : 8 + 4 * count], "<u4"), raw[8 + 4 * count :]
     different = [bits[at : at + width] for at in range(0, len(bits), width)] if width else []
+    if count and int(numbers.max()) >= len(different):
+        raise GrammarError(damaged)
     return [different[number] for number in numbers.tolist()]
 
 
@@ -133,6 +140,10 @@ class Grammars:
         self._tokenizer, self._vocabulary, self._end_ids = tokenizer, vocabulary, tuple(end_ids)
         self._lock = threading.Lock()
         self._compiled: OrderedDict[str, Any] = OrderedDict()  # the least recently used first
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        return self._end_ids
 
     def state(self, grammar: str) -> GrammarState:
         """A new generation under the grammar. Raises GrammarError if it cannot be compiled."""

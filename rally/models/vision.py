@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from rally.images.layouts import Patched
 from rally.images.patches import Patches
+from rally.models.residence import device_of
 from rally.types import Image, ImageSpan, RallyError
 
 Ints = npt.NDArray[np.int64]
@@ -119,7 +120,7 @@ def image_features(model: PreTrainedModel, images: Sequence[Image]) -> Features:
         ends = itertools.accumulate(counts)
         parts |= {i: found.rows(slice(end - n, end)) for i, n, end in zip(numbers, counts, ends, strict=True)}
     features = joined([parts[i] for i in range(len(images))])
-    tokens_V = torch.tensor([token for image in images for token in patches.tokens(image)], device=model.device)
+    tokens_V = torch.tensor([token for image in images for token in patches.tokens(image)], device=device_of(model))
     at = (tokens_V == patches.token).nonzero()[:, 0]
     if len(at) == len(tokens_V):
         return features
@@ -138,7 +139,7 @@ def _alike(patched: Sequence[Patched]) -> list[list[int]]:
 
 def _tower_features(model: PreTrainedModel, patched: Sequence[Patched]) -> Features:
     inputs = {
-        name: torch.from_numpy(np.concatenate([one.inputs[name] for one in patched])).to(model.device)
+        name: torch.from_numpy(np.concatenate([one.inputs[name] for one in patched])).to(device_of(model))
         for name in patched[0].inputs
     }
     inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
@@ -154,15 +155,15 @@ def _joined(features: Tensor | Sequence[Tensor]) -> Tensor:
 
 
 def packed_seen_hidden(
-    model: PreTrainedModel, ids_T: Tensor, positions: Tensor, context: object, seen: SeenImages, no_mask: Tensor
+    model: PreTrainedModel, ids_T: Tensor, positions: Tensor, context: object, seen: SeenImages | None, no_mask: Tensor
 ) -> Tensor:
-    """Last hidden states [T, C] of packed tokens, some of which are image tokens."""
+    """Last hidden states [T, C] of packed tokens, some of which may be image tokens."""
     language: Any = cast(Any, model.base_model).get_decoder()
-    first_VC, deep_VC = seen.features
     embedded_TC = language.get_input_embeddings()(ids_T)
-    embedded_TC = embedded_TC.index_copy(0, seen.at_V, first_VC.to(embedded_TC.dtype))
     more: dict[str, Any] = {}
-    if deep_VC:
+    if seen is not None:
+        embedded_TC = embedded_TC.index_copy(0, seen.at_V, seen.features.first_VC.to(embedded_TC.dtype))
+    if seen is not None and (deep_VC := seen.features.deep_VC):
         shown_T = torch.zeros(len(ids_T), dtype=torch.bool, device=ids_T.device)
         shown_T[seen.at_V] = True
         more = {"visual_pos_masks": shown_T.unsqueeze(0), "deepstack_visual_embeds": list(deep_VC)}

@@ -6,12 +6,12 @@ not answer in time is lost; Ray alone takes a minute to notice a node that hangs
 
 from __future__ import annotations
 
-import asyncio
 import os
 import socket
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,25 +20,21 @@ from typing import Any
 
 from rally.nodes.agent import NodeAgent, NodeDescription, own_versions
 from rally.nodes.base import NodeError
+from rally.nodes.ray_node import POLL_SECONDS, STOP_SECONDS, RayNode, loss_of
 from rally.platforms import CUDA, Platform
 
-POLL_SECONDS = 0.5
-CALL_SECONDS = 60.0  # for an agent to answer a command
-STOP_SECONDS = 15.0
+LONGEST_LOOK = 4 * POLL_SECONDS  # counted as silence between two looks at all nodes, if the limit is short
 CONNECT_SECONDS = 10.0
 NOTE_SECONDS = 30.0
 NODE_LABEL = "ray.io/node-id"
 FORWARDED = ("PYTHONPATH", "OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM")
 FORWARDED_PREFIXES = ("HF_", "RALLY_", "TORCH_", "NCCL_", "HCCL_", "GLOO_", "CUDA_LAUNCH")
-NOT_FORWARDED = ("TOKEN", "SECRET", "KEY")  # parts of names of credentials: Ray shows a runtime environment in its logs
+# Parts of names of credentials: Ray shows a runtime environment in its logs.
+NOT_FORWARDED = ("TOKEN", "SECRET", "KEY", "PASSW", "CREDENTIAL")
 INSTALL = "several nodes need Ray; run: pip install 'rally-rl[ray]'"
 START = (
     "start one with `ray start --head` here and `ray start --address=HERE:6379` on the other nodes, "
     "or set ray_kwargs.ray_init.address"
-)
-MEMORY_MONITOR = (
-    "Ray's memory monitor killed a process because the memory of its node was almost full; use less memory on that "
-    "node, or start Ray there with RAY_memory_monitor_refresh_ms=0"
 )
 
 
@@ -68,76 +64,6 @@ class NodeRequest:
         return {"CPU": self.cpus, **({self.platform.ray_resource: float(self.gpus)} if self.gpus else {})}
 
 
-class RayNode:
-    """A reserved node of the cluster."""
-
-    def __init__(self, actor: Any, address: str, name: str, gpus: tuple[str, ...]) -> None:
-        self.name, self.address, self.gpus = name, address, gpus
-        self.loss: str | None = None
-        self.living: list[bool] = []
-        self._actor = actor
-        self._lock = threading.Lock()
-
-    def launch(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> RayProcess:
-        with self._lock:
-            number = self.ask("launch", list(command), dict(environment), str(log))
-            self.living += [True] * (number + 1 - len(self.living))
-        return RayProcess(self, number, log)
-
-    def free_port(self) -> int:
-        return int(self.ask("free_port"))
-
-    def ask(self, method: str, *args: Any, seconds: float = CALL_SECONDS) -> Any:
-        """The agent's answer; NodeError if the node is lost."""
-        import ray
-
-        if self.loss is not None:
-            raise NodeError(self.loss)
-        deadline, reference = time.monotonic() + seconds, getattr(self._actor, method).remote(*args)
-        while True:
-            try:
-                return ray.get(reference, timeout=POLL_SECONDS)
-            except ray.exceptions.RayTaskError as problem:
-                raise NodeError(f"node {self.name} failed: {problem.cause}") from None
-            except ray.exceptions.RayError as problem:
-                late = isinstance(problem, ray.exceptions.GetTimeoutError)
-                if late and self.loss is None and time.monotonic() < deadline:
-                    continue
-                raise NodeError(self.loss or _loss(self.name, problem)) from None
-
-
-class RayProcess:
-    """A process that the agent of a node started."""
-
-    def __init__(self, node: RayNode, number: int, log: Path) -> None:
-        self.node, self.number, self.log = node, number, log
-
-    @property
-    def alive(self) -> bool:
-        return self.node.loss is None and self.node.living[self.number]
-
-    async def ended(self) -> None:
-        while self.alive:
-            await asyncio.sleep(POLL_SECONDS)
-
-    def log_tail(self) -> str:
-        if self.node.loss is not None:
-            return f"{self.node.loss}; its log is {self.log}"
-        try:
-            return str(self.node.ask("log_tail", self.number, seconds=STOP_SECONDS))
-        except NodeError as problem:
-            return f"{problem}; its log is {self.log}"
-
-    async def stop(self) -> None:
-        if self.node.loss is None:
-            try:
-                await asyncio.to_thread(self.node.ask, "stop", [self.number])
-                async with asyncio.timeout(STOP_SECONDS):
-                    await self.ended()
-            except (NodeError, TimeoutError):
-                return  # it ends with its node
-
-
 class RayCluster:
     """Reserved nodes, in the order of the requests. A context manager that gives them back.
 
@@ -155,13 +81,17 @@ class RayCluster:
         self._note = note
         self._group: Any = None
         self._actors: list[Any] = []
+        self._joins = False  # whether it joins the cluster; otherwise the session of Ray is the caller's
         self._stopping = threading.Event()
         self._monitor = threading.Thread(target=self._watch, name="rally-nodes", daemon=True)
 
     def open(self) -> RayCluster:
         """Reserve the nodes and start their agents."""
+        ray = sys.modules.get("ray")
+        self._joins = ray is None or not ray.is_initialized()
         try:
-            _connect(self.settings, self._note)
+            if self._joins:
+                _connect(self.settings, self._note)
             self._reserve()
             self._start_agents()
         except BaseException:
@@ -190,8 +120,9 @@ class RayCluster:
                 ray.kill(actor)  # Ray or their guards end what is left of its processes, whichever comes first
             if self._group is not None:
                 ray.util.remove_placement_group(self._group)
-        with suppress(Exception):
-            ray.shutdown()
+        if self._joins:
+            with suppress(Exception):
+                ray.shutdown()
 
     def _end_processes(self) -> None:
         """Ask all processes to end, and wait a moment: one that is killed cannot close its connections and files."""
@@ -233,15 +164,23 @@ class RayCluster:
         import ray
 
         free = ray._private.state.available_resources_per_node()
-        alive = [node for node in ray.nodes() if node["Alive"]]
-        request = max(self.requests, key=lambda one: (one.gpus, one.cpus))
-        rows = [_node_row(node, free.get(node["NodeID"], {}), request, node["NodeID"] == mine) for node in alive]
-        return (
-            f"the run needs {len(self.requests)} nodes with {_resources(request.resources)} each, and of the "
-            f"{len(alive)} nodes of the Ray cluster {sum(row.fits for row in rows)} have it free ("
-            + "; ".join(row.text for row in rows)
-            + ")"
+        nodes = [
+            _NodeState(node, free.get(node["NodeID"], {}), node["NodeID"] == mine)
+            for node in ray.nodes()
+            if node["Alive"]
+        ]
+        names = list(dict.fromkeys(name for request in self.requests for name in request.resources))
+        rows = "; ".join(node.row(names) for node in nodes)
+        kinds = Counter(_resources(request.resources) for request in self.requests)
+        needed = " and ".join(
+            f"{count} nodes with {kind} each" if count > 1 else f"1 node with {kind}" for kind, count in kinds.items()
         )
+        fitting = {_resources(r.resources): sum(node.fits(r) for node in nodes) for r in self.requests}
+        have = " and ".join(f"{count} have {kind} free" for kind, count in fitting.items())
+        here = next((request for request in self.requests if request.here), None)
+        lacking = here is not None and not any(node.mine and node.fits(here) for node in nodes)
+        hint = ", and this node, where the run was started, must be one of them" if lacking else ""
+        return f"the run needs {needed}{hint}; of the {len(nodes)} nodes of the Ray cluster {have} ({rows})"
 
     def _start_agents(self) -> None:
         import ray
@@ -266,7 +205,7 @@ class RayCluster:
                 variable = self.requests[index].platform.visible_devices
                 found: NodeDescription = ray.get(actor.describe.remote(list(self.needed), variable), timeout=seconds)
             except ray.exceptions.RayError as problem:
-                raise NodeError(_loss(address, problem)) from None
+                raise NodeError(_start_problem(address, problem)) from None
             name = f"{found.hostname} ({address})" if found.hostname != address else address
             self._check(name, found, self.requests[index])
             self.nodes.append(RayNode(actor, address, name, found.gpus))
@@ -302,8 +241,10 @@ class RayCluster:
         import ray
 
         asked: dict[int, Any] = {}
-        heard = dict.fromkeys(range(len(self.nodes)), time.monotonic())
+        silent, looked, limit = [0.0] * len(self.nodes), time.monotonic(), self.settings.heartbeat_seconds
         while not self._stopping.wait(POLL_SECONDS):
+            before, looked = looked, time.monotonic()
+            passed = min(looked - before, max(LONGEST_LOOK, limit / 4))  # a stop of this process is nobody's silence
             for index, node in enumerate(self.nodes):
                 if node.loss is None and index not in asked:
                     asked[index] = self._actors[index].alive.remote()
@@ -314,46 +255,48 @@ class RayCluster:
                 try:
                     living = ray.get(reference, timeout=0)
                 except ray.exceptions.GetTimeoutError:
-                    silent = time.monotonic() - heard[index]
-                    if silent > self.settings.heartbeat_seconds:
-                        node.loss = f"node {node.name} has not responded for {silent:.0f} s"
+                    silent[index] += passed
+                    if silent[index] > limit:
+                        node.loss = f"node {node.name} has not responded for {silent[index]:.0f} s"
                         del asked[index]
                     continue
                 except ray.exceptions.RayError as problem:
-                    node.loss = _loss(node.name, problem)
+                    node.loss = loss_of(node.name, problem)
                     del asked[index]
                     continue
                 del asked[index]
-                heard[index] = time.monotonic()
+                silent[index] = 0.0
                 node.living[: len(living)] = living
 
 
 @dataclass(frozen=True)
-class _NodeRow:
-    fits: bool
-    text: str
+class _NodeState:
+    """A living node of the cluster, as Ray describes it, and what it has free."""
 
+    node: Mapping[str, Any]
+    free: Mapping[str, float]
+    mine: bool
 
-def _node_row(node: Mapping[str, Any], free: Mapping[str, float], request: NodeRequest, mine: bool) -> _NodeRow:
-    lacking = {name: need for name, need in request.resources.items() if free.get(name, 0.0) < need}
-    total = node["Resources"]
-    shown = ", ".join(f"{free.get(name, 0.0):g} of {total.get(name, 0.0):g} {name}" for name in request.resources)
-    name = f"{node['NodeManagerHostname']} {node['NodeManagerAddress']}" + (", this node" if mine else "")
-    return _NodeRow(not lacking, f"{name}: {shown} free")
+    def fits(self, request: NodeRequest) -> bool:
+        return all(self.free.get(name, 0.0) >= need for name, need in request.resources.items())
+
+    def row(self, names: Sequence[str]) -> str:
+        total = self.node["Resources"]
+        shown = ", ".join(f"{self.free.get(name, 0.0):g} of {total.get(name, 0.0):g} {name}" for name in names)
+        name = f"{self.node['NodeManagerHostname']} {self.node['NodeManagerAddress']}"
+        return f"{name}{', this node' * self.mine}: {shown} free"
 
 
 def _resources(wanted: Mapping[str, float]) -> str:
     return " and ".join(f"{count:g} {name}" for name, count in wanted.items())
 
 
-def _loss(name: str, problem: BaseException) -> str:
-    import ray
-
-    if isinstance(problem, ray.exceptions.OutOfMemoryError) or "running low on memory" in str(problem):
-        return f"node {name} is lost: {MEMORY_MONITOR}"
-    if isinstance(problem, ray.exceptions.GetTimeoutError):
-        return f"node {name} did not answer in time"
-    return f"node {name}, or Rally's agent on it, has died"
+def _start_problem(name: str, problem: BaseException) -> str:
+    """Why the agent of a node did not start, in one sentence."""
+    if "creation task" not in str(problem):
+        return loss_of(name, problem)
+    lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
+    return f"node {name} cannot start Rally's agent ({lines[-1]}); install the same packages on all nodes"
 
 
 def _connect(settings: RaySettings, note: Callable[[str], None]) -> None:
@@ -362,8 +305,6 @@ def _connect(settings: RaySettings, note: Callable[[str], None]) -> None:
         import ray
     except ImportError:
         raise NodeError(INSTALL) from None
-    if ray.is_initialized():
-        return
     os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")  # for a cluster that this process starts
     options = {"log_to_driver": False, "logging_level": "warning", "configure_logging": True, **settings.init}
     address = settings.address or os.environ.get("RAY_ADDRESS") or "auto"
@@ -395,6 +336,6 @@ def _forwarded() -> dict[str, str]:
     return {
         name: value
         for name, value in os.environ.items()
-        if (name in FORWARDED or name.startswith(FORWARDED_PREFIXES))
-        and not any(part in name.upper() for part in NOT_FORWARDED)
+        if name in FORWARDED
+        or (name.startswith(FORWARDED_PREFIXES) and not any(part in name.upper() for part in NOT_FORWARDED))
     }

@@ -46,6 +46,11 @@ class ReplayedUpdate:
 
 def replay_update(run: Path, step: int, config: Config, console: RunConsole) -> ReplayedUpdate:
     """Repeat the update of a step with the recorded episodes. Nothing in the run folder changes."""
+    if (count := config.trainer.world_size) > 1:
+        raise UpdateReplayError(
+            f"the update of step {step} was made by {count} ranks, which sum gradients in another order than one "
+            "process, so its last bits differ; only updates of one GPU are repeated"
+        )
     before = _checkpoint(run, step - 1) if step > 1 else None
     after = _checkpoint(run, step)
     trained = trained_episodes(RunFolder(run), step)

@@ -13,11 +13,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
-from rally.types import Episode, RallyError
+from rally.types import Episode, RallyError, brief, finite_number
+
+MAX_INT_BITS = 10_000  # Python writes and reads no integers of more than 4300 digits
 
 
 def plain(value: Any) -> Any:
     """The nearest JSON value."""
+    if isinstance(value, int) and value.bit_length() > MAX_INT_BITS:
+        return f"an integer of {value.bit_length()} bits"
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping):
@@ -70,14 +74,14 @@ class Score:
             keys = ", ".join(map(str, result)) or "none"
             return cls(error=f'the reward function returned a dict without "score" (its keys: {keys})', seconds=seconds)
         info = plain(result)
-        score = info["score"]
+        score = result["score"] if isinstance(result["score"], int) else info["score"]
         if not isinstance(score, (bool, int, float)):
             kind = "None" if result["score"] is None else type(result["score"]).__name__
             error = f'the reward function returned {kind}; return a number, or a dict with one under "score"'
             return cls(error=error, seconds=seconds)
-        if not math.isfinite(score):
-            return cls(error=f"the reward function returned {score}; return a finite number", seconds=seconds)
-        return cls(reward=float(score), info=info | {"score": float(score)}, seconds=seconds)
+        if (reward := finite_number(score)) is None:
+            return cls(error=f"the reward function returned {brief(score)}; return a finite number", seconds=seconds)
+        return cls(reward=reward, info=info | {"score": reward}, seconds=seconds)
 
 
 def describe(error: BaseException) -> str:
@@ -101,4 +105,4 @@ def reward_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, (bool, int, float)) and math.isfinite(value)
+    return isinstance(value, (bool, int, float)) and finite_number(value) is not None

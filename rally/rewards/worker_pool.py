@@ -31,7 +31,7 @@ from rally.rewards.score import RewardError, Score, decode, encode
 from rally.rewards.score_inputs import BuiltIn, request_of
 from rally.types import Episode, RallyError
 from rally.util.rate_limit import TokenBucket
-from rally.util.subprocesses import kill_group
+from rally.util.subprocesses import kill_group, start_tied
 
 if TYPE_CHECKING:  # a worker imports this package, and must not import torch
     from rally.rewards.judge_server import JudgeServer
@@ -63,7 +63,7 @@ class RewardWorker:
         self.timeout = timeout
         self._source = spec.path
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process does
-        self.process = subprocess.Popen(
+        self.process = start_tied(
             [sys.executable, "-c", BOOT, *sys.path],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

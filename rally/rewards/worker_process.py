@@ -3,7 +3,7 @@
 The first line on stdin is the spec; the answer is `{}` or `{"error": sentence}`. Each further line is a request, each
 answer a Score. The deadline covers only the function. It is enforced by faulthandler's C thread, which needs no GIL, so
 a runaway regular expression cannot block it; the traceback is written to stderr. The process exits at the end of stdin,
-also when its parent dies.
+also when its parent dies; if it hangs or is stopped then, the kernel kills it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any, BinaryIO, NamedTuple
 from rally.rewards.custom_functions import load_reward_function
 from rally.rewards.registry import RewardFunction
 from rally.rewards.score import RewardError, Score, decode, describe, encode
+from rally.util.process_guard import end_with_parent
 
 STDIN, STDOUT, STDERR = 0, 1, 2
 
@@ -33,6 +34,7 @@ class Channels(NamedTuple):
 
 
 def main() -> None:
+    end_with_parent()
     channels = _take_channels()
     faulthandler.enable()
     hello = decode(channels.requests.readline())

@@ -16,7 +16,10 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from rally.config import Config
-from rally.config.actor import FsdpConfig
+from rally.config.actor import ActorConfig, FsdpConfig, OptimConfig
+from rally.config.checks.multi_gpu import sends_images
+from rally.config.critic import CriticConfig
+from rally.config.model import ModelConfig
 from rally.engines.embedded.memory_plan import kv_bytes_per_token
 from rally.models.decoder_families import FAMILIES, mlp_size, shape_of
 from rally.models.lm_head import MAX_LOGITS
@@ -26,20 +29,29 @@ from rally.models.vision import image_parts_of
 from rally.models.vision_loading import auto_class, freeze_tower, freeze_unused
 from rally.models.vision_memory import vision_shape
 from rally.runs.build.models import lora_of
-from rally.runs.build.update_settings import reward_kl_coef
+from rally.runs.build.update_settings import critic_limits, critic_recompute_of, reward_kl_coef, update_limits
+from rally.train import adamw8bit
 from rally.train.offload import OffloadSettings
 
 UTILISATION = 0.35
+FP8_COPIES = "the rollout's FP8 weights"
+MOMENTS = "Adam's two moments"
+WEIGHTS, GRADIENTS = "weights", "gradients, float32"
+OF_POLICY, OF_CRITIC = ACTIVATIONS = ("activations of the update", "activations of the critic's update")
+CRITIC = "critic with its optimizer"
+TEACHERS = "teachers of distillation"
 USED_BUDGET = 0.5
 """The share of data.max_response_length that an episode is assumed to use."""
 
 
 class ParameterCounts(NamedTuple):
-    """Parameters of a model: all, the trained ones, and those active for a token (with experts only some)."""
+    """Parameters of a model: all, the trained ones, those active for a token (with experts only some), and those that
+    images reach and nothing else."""
 
     parameters: int
     trained: int
     active: int
+    tower: int = 0
 
 
 class MemoryCost(NamedTuple):
@@ -52,6 +64,14 @@ class Images(NamedTuple):
 
     kept: int
     passing: int
+
+
+class Update(NamedTuple):
+    """Bytes that are on the device in the update of one model alone."""
+
+    weights: int
+    gradients: int
+    activations: int
 
 
 class StepTime(NamedTuple):
@@ -85,18 +105,25 @@ def size_of(model: PreTrainedModel) -> ParameterCounts:
     idle = of_experts * (1 - chosen / experts) if experts and chosen else 0
     # An embedding lookup costs no multiplication; a tied matrix is also the output head.
     looked_up = 0 if config.tie_word_embeddings else sum(p.numel() for p in model.get_input_embeddings().parameters())
-    return ParameterCounts(parameters, trained, int(parameters - idle - looked_up))
+    tower = sum(p.numel() for part in image_parts_of(model).values() for p in part.parameters())
+    return ParameterCounts(parameters, trained, int(parameters - idle - looked_up), tower)
 
 
 def size_from(
-    model_config: PreTrainedConfig, lora: LoraSettings | None = None, *, trust: bool = False, tower_frozen: bool = False
+    model_config: PreTrainedConfig,
+    lora: LoraSettings | None = None,
+    *,
+    trust: bool = False,
+    tower_frozen: bool = False,
+    text_only: bool = False,
 ) -> ParameterCounts:
-    """The counts of the model that a configuration describes, with the adapters that would be trained."""
+    """The counts of the model that a configuration describes, with the adapters that would be trained. `text_only`: a
+    vision model is used for text."""
     with torch.device("meta"):
         model = auto_class(model_config).from_config(model_config, trust_remote_code=trust)
     if tower_frozen:
         freeze_tower(model)
-    elif vision_shape(model_config) is None:  # a model whose images are not supported is used for text
+    elif text_only or vision_shape(model_config) is None:  # a model whose images are not supported is used for text
         freeze_unused(model)
     size = size_of(model)
     return size if lora is None else size._replace(trained=_adapter_numbers(model, lora))
@@ -119,69 +146,135 @@ def training_costs(
     config: Config, model_config: PreTrainedConfig, size: ParameterCounts, width: int
 ) -> list[MemoryCost]:
     """Everything that an update holds in memory at once; `width` is the bytes of a parameter."""
-    adapters, ranks = lora_of(config.model, 0) is not None, config.trainer.world_size
-    wanted = (config.actor.use_kl_loss and config.actor.kl_loss_coef) or reward_kl_coef(config)
+    ranks, shards = config.trainer.world_size, shards_of(config)
     reference = config.actor_rollout_ref.ref.fsdp_config
-    shard = 0 if _gathers(reference, ranks) else size.parameters * width // ranks
-    activations, states = (
-        activation_bytes(config, model_config, width),
-        (12 if width < 4 else 8) * size.trained // ranks,
-    )
+    shard = 0 if gathers(reference, ranks) else size.parameters * width // shards
+    policy = {cost.what: cost.bytes for cost in _trained(size, width, config.actor, config)}
+    critic = _critic_costs(config, model_config, size, width)
+    arriving = critic.pop(WEIGHTS, 0) if config.critic.fsdp_config.param_offload else 0
+    # One is updated after the other. Their gradients and activations are never there at once.
+    own = Update(0, policy.pop(GRADIENTS, 0), activation_bytes(config, model_config, width))
+    other = Update(arriving, critic.pop(GRADIENTS, 0), critic_activation_bytes(config, model_config, size, width))
+    larger, what = (own, OF_POLICY) if sum(own) >= sum(other) else (other, OF_CRITIC)
+    states = state_bytes(size.trained // shards, width, config.actor.optim)
     visiting = min(OffloadSettings.bucket_bytes, states) if config.actor.fsdp_config.optimizer_offload else 0
     costs = [
-        *_trained(size, width, config.actor.fsdp_config, ranks),
+        *(MemoryCost(*cost) for cost in policy.items()),
+        MemoryCost(GRADIENTS, larger.gradients),
         MemoryCost("gathered layers", _gathered_bytes(config, model_config, size, width)),
-        MemoryCost("reference policy", shard if wanted and not adapters else 0),
-        MemoryCost("critic with its optimizer", _critic_bytes(config, size, width)),
-        MemoryCost("activations of the update", activations),
+        MemoryCost("engine's copy of the policy", size.parameters * width if config.samples_in_ranks else 0),
+        MemoryCost(FP8_COPIES, _fp8_bytes(model_config, size) if config.rollout.quantization else 0),
+        MemoryCost("reference policy", shard if has_reference(config) else 0),
+        MemoryCost(CRITIC, sum(critic.values()) + larger.weights),
+        MemoryCost(TEACHERS, _teachers_bytes(config, width)),
+        MemoryCost(what, larger.activations),
         # The backward pass is over when states visit the device.
-        MemoryCost("optimizer states that visit", max(0, visiting - activations)),
+        MemoryCost("optimizer states that visit", max(0, visiting - larger.activations)),
     ]
     return [cost for cost in costs if cost.bytes]
 
 
-def _trained(size: ParameterCounts, width: int, keys: FsdpConfig, ranks: int) -> Iterator[MemoryCost]:
-    """What one of the ranks holds of a model that is trained. Replicas are not considered."""
-    if _gathers(keys, ranks):  # all of it is in main memory
+def shards_of(config: Config) -> int:
+    """The number of parts into which models are divided. Where it is less than that of the ranks, they hold replicas of
+    these parts (HSDP)."""
+    size, ranks = config.actor.fsdp_config.fsdp_size, config.trainer.world_size
+    return min(size, ranks) if size > 0 else ranks
+
+
+def state_bytes(trained: int, width: int, optim: OptimConfig) -> int:
+    """The bytes of float32 masters and of moments."""
+    return (4 * trained if width < 4 else 0) + _moment_bytes(trained, optim)
+
+
+def _moment_bytes(trained: int, optim: OptimConfig) -> int:
+    return int((8 if optim.optimizer == "AdamW" else adamw8bit.BYTES) * trained)
+
+
+def _trained(
+    size: ParameterCounts, width: int, learner: ActorConfig | CriticConfig, config: Config
+) -> Iterator[MemoryCost]:
+    """What one of the ranks holds of a model that is trained."""
+    keys = learner.fsdp_config
+    if gathers(keys, config.trainer.world_size):  # all of it is in main memory
         return
-    own, trained = size.parameters // ranks, size.trained // ranks
+    own, trained = size.parameters // shards_of(config), size.trained // shards_of(config)
     masters = 4 * trained if width < 4 else 0
-    yield MemoryCost("weights", own * width)
-    yield MemoryCost("gradients, float32", 4 * trained)
+    yield MemoryCost(WEIGHTS, own * width)
+    yield MemoryCost(GRADIENTS, 4 * trained)
     if not keys.optimizer_offload:
         yield MemoryCost("master weights, float32", masters)
-        yield MemoryCost("Adam's two moments, float32", 8 * trained)
+        yield MemoryCost(MOMENTS, _moment_bytes(trained, learner.optim))
 
 
-def _gathers(keys: FsdpConfig, ranks: int) -> bool:
+def has_reference(config: Config) -> bool:
+    """Whether the run holds a reference policy beside the policy. With LoRA the policy's base is the reference."""
+    wanted = (config.actor.use_kl_loss and config.actor.kl_loss_coef) or reward_kl_coef(config)
+    return bool(wanted) and lora_of(config.model, 0) is None
+
+
+def teacher_bytes(config: Config, width: int) -> list[int]:
+    """The weights of each teacher that is loaded in process; `width` is that of the policy's parameters. GGUF files,
+    whose configuration is slow to read, are left out."""
+    if not config.distillation.enabled:
+        return []
+    trust, sizes = config.model.trust_remote_code, []
+    for name, teacher in config.distillation.teachers.items():
+        path, dtype = str(teacher.model_path), teacher.inference.get("dtype") or config.model.dtype
+        if teacher.server.url is None and not path.endswith(".gguf"):
+            option = f"distillation.teacher_models.{name}.model_path"
+            stored = load_model_config(path, trust_remote_code=trust, option=option)
+            own = width if dtype == "auto" else getattr(torch, dtype).itemsize
+            sizes.append(own * size_from(stored, trust=trust).parameters)
+    return sizes
+
+
+def _teachers_bytes(config: Config, width: int) -> int:
+    """What teachers take of a device. With param_offload one is there at a time."""
+    sizes = teacher_bytes(config, width)
+    return (max(sizes, default=0) if config.distillation.param_offload else sum(sizes)) // shards_of(config)
+
+
+def gathers(keys: FsdpConfig, ranks: int) -> bool:
     """Whether FSDP2 gathers the weights from main memory."""
     return keys.offload_policy and ranks > 1
 
 
 def _gathered_bytes(config: Config, model_config: PreTrainedConfig, size: ParameterCounts, width: int) -> int:
-    """What FSDP2 gathers at a time: the weights that belong to no layer, two layers, and the float32 gradients of
-    one."""
+    """What FSDP2 gathers at a time: the weights that belong to no layer, with the vision tower where images are shown,
+    two layers, and the float32 gradients of one."""
     if config.trainer.world_size == 1:
         return 0
     if not config.actor.fsdp_config.reshard_after_forward:
         return size.parameters * width
     text = model_config.get_text_config()
     ends = text.vocab_size * text.hidden_size * (1 if text.tie_word_embeddings else 2)
-    layer = max(0, size.parameters - ends) // text.num_hidden_layers
+    layer = max(0, size.parameters - ends - size.tower) // text.num_hidden_layers
     gradients = 4 * layer if size.trained == size.parameters else 0
-    return int((ends + 2 * layer) * width + gradients)
+    shown = size.tower if sends_images(config) and vision_shape(model_config) is not None else 0
+    return int((ends + shown + 2 * layer) * width + gradients)
+
+
+def _fp8_bytes(model_config: PreTrainedConfig, size: ParameterCounts) -> int:
+    """A byte for each weight that belongs to a layer."""
+    text = model_config.get_text_config()
+    ends = text.vocab_size * text.hidden_size * (1 if text.tie_word_embeddings else 2)
+    return int(max(0, size.parameters - ends))
 
 
 MARGIN = 1.1
 """The plan may be this much above the truth, so what it exceeds by less is tried."""
+OFFLOADED, CODED = "set actor.fsdp_config.optimizer_offload=true", "set actor.optim.optimizer=AdamW8bit"
+CRITIC_CODED = "set critic.optim.optimizer=AdamW8bit"
 ADVICE = {
-    "weights": "raise trainer.n_gpus_per_node",
-    "gradients, float32": "set model.lora_rank",
-    "master weights, float32": "set actor.fsdp_config.optimizer_offload=true",
-    "Adam's two moments, float32": "set actor.fsdp_config.optimizer_offload=true",
-    "critic with its optimizer": "set critic.fsdp_config.optimizer_offload=true",
-    "reference policy": "raise trainer.n_gpus_per_node",
-    "gathered layers": "set actor.fsdp_config.reshard_after_forward=true",
+    WEIGHTS: ["raise trainer.n_gpus_per_node"],
+    GRADIENTS: ["set model.lora_rank"],
+    "master weights, float32": [OFFLOADED],
+    MOMENTS: [OFFLOADED, CODED],
+    CRITIC: ["set critic.fsdp_config.optimizer_offload=true", CRITIC_CODED],
+    "engine's copy of the policy": ["set rollout.name=vllm or sglang"],
+    FP8_COPIES: ["leave rollout.quantization out"],
+    "reference policy": ["raise trainer.n_gpus_per_node"],
+    "gathered layers": ["set actor.fsdp_config.reshard_after_forward=true"],
 }
 
 
@@ -196,69 +289,139 @@ def memory_problem(
         return None
     largest = [cost for cost in costs if cost.bytes > needed / 10]
     items = ", ".join(f"{shown_bytes(cost.bytes)} {cost.what}" for cost in largest)
-    advice = dict.fromkeys(_advice(config, cost.what) for cost in largest)
+    advice = dict.fromkeys(one for cost in largest for one in _advice(config, cost.what))
     return (
         f"an update needs about {shown_bytes(needed)} of device memory and there are {shown_bytes(memory)} ({items}); "
         f"{', or '.join(advice)}"
     )
 
 
-def _advice(config: Config, what: str) -> str:
+def _advice(config: Config, what: str) -> list[str]:
+    if what == TEACHERS:
+        serve = "let a server answer for the teacher (distillation.teacher_models.*.server.url)"
+        return [serve if config.distillation.param_offload else "set distillation.param_offload=true"]
+    if what == CRITIC and config.critic.fsdp_config.optimizer_offload:
+        return ["set critic.model.path to a smaller model"]
     if what in ADVICE:
-        return ADVICE[what]
-    if not config.model.enable_gradient_checkpointing:
-        return "set model.enable_gradient_checkpointing=true"
-    if not config.model.enable_activation_offload:
-        return "set model.enable_activation_offload=true"
-    return "lower actor.ppo_max_token_len_per_gpu"
+        coded = {CODED: config.actor.optim.optimizer != "AdamW", CRITIC_CODED: config.critic.optim.optimizer != "AdamW"}
+        return [one for one in ADVICE[what] if not coded.get(one)]
+    critic = what == OF_CRITIC
+    model: ModelConfig = config.critic.model if critic else config.model
+    section, limit = ("critic.model", "critic") if critic else ("model", "actor")
+    if not model.enable_gradient_checkpointing:
+        return [f"set {section}.enable_gradient_checkpointing=true"]
+    if model.recompute_num_layers is not None:
+        return [f"leave {section}.recompute_num_layers out"]
+    if critic and critic_recompute_of(config) is not None:
+        return ["leave model.recompute_num_layers out"]
+    if not model.enable_activation_offload:
+        return [f"set {section}.enable_activation_offload=true"]
+    return [f"lower {limit}.ppo_max_token_len_per_gpu"]
 
 
-def _critic_bytes(config: Config, policy: ParameterCounts, width: int) -> int:
+class DescribedCritic(NamedTuple):
+    """The configuration of a critic's model, and its counts."""
+
+    model_config: PreTrainedConfig
+    size: ParameterCounts
+
+
+def described_critic(config: Config, policy_config: PreTrainedConfig, policy: ParameterCounts) -> DescribedCritic:
+    """The critic of a run that has one: critic.model.path, or a copy of the policy. All of it is trained, but for the
+    tower of a vision model that is used for text. It has no output head."""
+    model, shown = config.critic.model, sends_images(config)
+    if model.path:
+        trust, overrides = model.trust_remote_code, dict(model.override_config)
+        own = load_model_config(model.path, trust_remote_code=trust, overrides=overrides, option="critic.model.path")
+        size = size_from(own, trust=trust, text_only=not shown)
+    else:
+        unused = 0 if shown and vision_shape(policy_config) is not None else policy.tower
+        own, size = policy_config, policy._replace(trained=policy.parameters - unused)
+    text = own.get_text_config()
+    head = 0 if text.tie_word_embeddings else text.vocab_size * text.hidden_size
+    return DescribedCritic(own, size._replace(parameters=size.parameters - head, trained=size.trained - head))
+
+
+def _critic_costs(
+    config: Config, model_config: PreTrainedConfig, policy: ParameterCounts, width: int
+) -> dict[str, int]:
     if not config.needs_critic:
-        return 0
-    size = policy._replace(trained=policy.parameters)
-    if config.critic.model.path:
-        size = size_from(load_model_config(config.critic.model.path, option="critic.model.path"))
-    costs = _trained(size, width, config.critic.fsdp_config, config.trainer.world_size)
-    return sum(cost.bytes for cost in costs if cost.what != "weights" or not config.critic.fsdp_config.param_offload)
+        return {}
+    size = described_critic(config, model_config, policy).size
+    return {cost.what: cost.bytes for cost in _trained(size, width, config.critic, config)}
 
 
 def activation_bytes(config: Config, model_config: PreTrainedConfig, width: int) -> int:
-    """What a micro-batch keeps for its backward pass: the inputs of all layers and the activations of one (with
-    gradient checkpointing) or all, and a chunk of logits twice. With activation offload, those of two layers are on the
-    device at a time. For a vision model, prompts are assumed to be
-    images."""
-    text = model_config.get_text_config()
-    layers, kv_heads, head = shape_of(text)
-    history = config.prompt_length + config.response_length
-    episodes = config.mini_batch_size * config.rollout.n
-    own = -(-history // config.actor.sequence_parallel_size)  # of a history, on each GPU
-    tokens = min(max(config.actor.ppo_max_token_len_per_gpu, own), episodes * own)
-    qkv = (text.num_attention_heads + 2 * kv_heads) * head
+    """What a micro-batch of the policy keeps for its backward pass. For a vision model that is shown images, prompts
+    are assumed to be images."""
+    history, tokens = config.prompt_length + config.response_length, packed_tokens(config)
+    together = tokens * config.actor.sequence_parallel_size  # every rank of a group runs the tower for all its images
+    seen = _images(config, model_config, together * config.prompt_length // history, width)
+    text, again = model_config.get_text_config(), config.model.recompute_num_layers
+    logits = 2 * 4 * min(MAX_LOGITS["accelerator" if width < 4 else "cpu"], tokens * text.vocab_size)
+    return max(_kept_activations(config.model, again, text, tokens, width, logits) + seen.kept, seen.passing)
+
+
+def critic_activation_bytes(config: Config, model_config: PreTrainedConfig, policy: ParameterCounts, width: int) -> int:
+    """The same for the critic, which is updated at another time and has no logits. Images are not counted."""
+    if not config.needs_critic:
+        return 0
+    text = described_critic(config, model_config, policy).model_config.get_text_config()
+    tokens, again = packed_tokens(config, critic=True), critic_recompute_of(config)
+    return _kept_activations(config.critic.model, again, text, tokens, width, 0)
+
+
+def _kept_activations(
+    model: ModelConfig, count: int | None, text: PreTrainedConfig, tokens: int, width: int, logits: int
+) -> int:
+    """The inputs of the layers that are computed again, the activations of one of them and of all others, and a chunk
+    of logits twice. Without recompute_num_layers, as few layers are computed again as the memory beyond this allows.
+    With activation offload, the activations of two layers are on the device at a time."""
+    layers = text.num_hidden_layers
+    layer = tokens * sum(kept_by_layer(text, width)) * width
+    inputs, offload = tokens * text.hidden_size * width, model.enable_activation_offload
+    again = recomputed_layers(model, count, layers)
+    if again == 0:
+        return int((2 if offload else layers) * layer + logits)
+    if not offload:  # the head's backward pass, and that of the last layers, is over when a layer is computed again
+        return int(again * inputs + max(layer, (layers - again) * layer + logits))
+    # the gradients of both halves of the MLP, which the freed inputs of other layers cover otherwise
+    return int(2 * inputs + max(layer + 2 * tokens * mlp_size(text) * width, logits))
+
+
+def packed_tokens(config: Config, *, critic: bool = False) -> int:
+    """The tokens of the largest micro-batch of the policy or the critic, on each GPU."""
+    limits = critic_limits(config) if critic else update_limits(config)
+    groups = (config.critic.ppo_mini_batch_size if critic else None) or config.mini_batch_size
+    own = -(-(config.prompt_length + config.response_length) // config.actor.sequence_parallel_size)  # of a history
+    episodes = min(limits.max_rows or groups * config.rollout.n, groups * config.rollout.n)
+    return int(min(max(limits.max_tokens, own), episodes * own))
+
+
+def kept_by_layer(text: PreTrainedConfig, width: int) -> list[int]:
+    """The numbers that a layer keeps of each token for its backward pass: the sizes of its tensors."""
+    _, kv_heads, head = shape_of(text)
+    hidden, inner, heads = text.hidden_size, mlp_size(text), text.num_attention_heads * head
+    qkv = [heads, kv_heads * head, kv_heads * head]
     if width < 4 and text.model_type in FAMILIES:
         # Fused: the residual twice, its norms, the attention output; of the MLP gate, up projection and product.
-        inside = 5 * text.hidden_size + qkv + 3 * mlp_size(text)
-    else:
-        # Two norms in float32 and their results, queries, keys and values before and after rotation; of the MLP the
-        # gate, its activation, the up projection and their product.
-        inside = 6 * text.hidden_size + 2 * (qkv + text.num_attention_heads * head) + 4 * mlp_size(text)
-    layer = tokens * inside * width
-    seen = _images(config, model_config, tokens * config.prompt_length // history, width)
-    logits = 2 * 4 * min(MAX_LOGITS["accelerator" if width < 4 else "cpu"], tokens * text.vocab_size)
-    inputs, offload = tokens * text.hidden_size * width, config.model.enable_activation_offload
-    if not config.model.enable_gradient_checkpointing:
-        kept = (2 if offload else layers) * layer + logits
-    elif not offload:  # the head's backward pass is over by the time a layer is computed again
-        kept = layers * inputs + max(layer, logits)
-    else:  # the gradients of both halves of the MLP, which the freed inputs of other layers cover otherwise
-        kept = 2 * inputs + max(layer + 2 * tokens * mlp_size(text) * width, logits)
-    return int(max(kept + seen.kept, seen.passing))
+        return [*[hidden] * 5, *qkv, *[inner] * 3]
+    # Two norms in float32 and their results, queries, keys and values before and after rotation; of the MLP the gate,
+    # its activation, the up projection and their product.
+    return [*[hidden] * 6, *qkv, *qkv, *[heads] * 2, *[inner] * 4]
+
+
+def recomputed_layers(model: ModelConfig, count: int | None, layers: int) -> int:
+    """How many layers are computed again where memory is short, if `count` were asked for."""
+    if not model.enable_gradient_checkpointing:
+        return 0
+    return layers if count is None else min(count, layers)
 
 
 def _images(config: Config, model_config: PreTrainedConfig, tokens: int, width: int) -> Images:
     """The bytes of `tokens` image tokens. If the vision tower is not trained, only their features are kept."""
     tower = vision_shape(model_config)
-    if tower is None:
+    if tower is None or not sends_images(config):
         return Images(0, 0)
     lora, features = lora_of(config.model, 0), tokens * tower.features * width
     patches = tokens * tower.patches * width

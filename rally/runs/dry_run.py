@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 
 import torch
@@ -10,9 +9,10 @@ from rich.text import Text
 from transformers import PreTrainedModel
 
 from rally.config import Config
+from rally.config.checks.multi_gpu import with_rollout_servers
 from rally.engines.embedded.memory_plan import plan_memory
 from rally.runs import build
-from rally.runs.build.rollout import scorer_of
+from rally.runs.build.rollout import check_reward_function
 from rally.runs.build.run_inputs import RunInputs, read_inputs
 from rally.runs.build.update_settings import total_steps_of
 from rally.runs.cost_estimate import shown_bytes, size_of, training_costs
@@ -25,8 +25,9 @@ from rally.types import Task
 def dry_run(config: Config, console: RunConsole) -> None:
     """Load everything that can fail before training, including the reward function, and print the plan."""
     config.require_training()
+    config = with_rollout_servers(config)
     inputs = read_inputs(config, console)
-    asyncio.run(_load_reward(config))
+    check_reward_function(config)
     tasks = inputs.train_tasks or inputs.val_tasks
     assert tasks is not None
     console.note(config.to_yaml().rstrip())
@@ -34,16 +35,8 @@ def dry_run(config: Config, console: RunConsole) -> None:
     _show_prompt(inputs, tasks[0], console)
     console.table("template", [["", inputs.codec.probe().words]])
     _show_budgets(config, inputs, console)
-    _show_memory(config, console)
+    _show_memory(config, inputs, console)
     console.note("dry run: nothing was trained")
-
-
-async def _load_reward(config: Config) -> None:
-    """Load the reward function as a run does, so that its errors show here. A reward model is not loaded."""
-    if config.reward_model.enable:
-        return
-    async with scorer_of(config):
-        pass
 
 
 def _show_prompt(inputs: RunInputs, task: Task, console: RunConsole) -> None:
@@ -85,25 +78,27 @@ def _show_budgets(config: Config, inputs: RunInputs, console: RunConsole) -> Non
     console.table("budgets", rows)
 
 
-def _show_memory(config: Config, console: RunConsole) -> None:
+def _show_memory(config: Config, inputs: RunInputs, console: RunConsole) -> None:
     model = build.model_of(config)
     width = torch.empty((), dtype=model.dtype).element_size()
     costs = training_costs(config, model.config, size_of(model), width)
     rows = [[cost.what, shown_bytes(cost.bytes)] for cost in costs]
     if (ranks := config.trainer.world_size) > 1:
         rows.append(["ranks", f"{ranks}, each with its shard of weights, gradients and optimizer states"])
-    console.table("memory plan", [*rows, *_engine_rows(config, model, width), ["device", str(model.device)]])
+    console.table("memory plan", [*rows, *_engine_rows(config, inputs, model), ["device", str(model.device)]])
 
 
-def _engine_rows(config: Config, model: PreTrainedModel, width: int) -> list[list[str]]:
+def _engine_rows(config: Config, inputs: RunInputs, model: PreTrainedModel) -> list[list[str]]:
     if config.rollout.name != "embedded":
         return [["engine", f"{config.rollout.name}, in separate processes"]]
-    settings = build.engine_settings_of(config)
-    plan = plan_memory(model, settings)
-    size = sum(parameter.numel() for parameter in model.parameters()) * width
-    copy = [["copy of the policy for the engine of each rank", shown_bytes(size)]]
+    settings = build.engine_settings_of(config, None if config.samples_in_ranks else inputs)
+    plan, demand = plan_memory(model, settings), []
+    if (known := settings.demand) is not None:
+        used = f"{known.pages(settings.page_size) * settings.page_size:,} tokens of it"
+        demand = [["a rollout can use", f"{used}, for {known.histories:,} histories of up to {known.tokens:,} tokens"]]
     return [
-        *(copy if config.samples_in_ranks else ()),
         ["KV cache", f"{shown_bytes(plan.kv_bytes)} for {plan.pages * settings.page_size:,} tokens"],
+        *demand,
         ["one step of the engine", shown_bytes(plan.step_bytes)],
+        *([["the rollout's FP8 weights", shown_bytes(plan.fp8_bytes)]] if plan.fp8_bytes else []),
     ]

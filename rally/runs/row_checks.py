@@ -70,9 +70,9 @@ class RowError(RallyError):
     """A row whose every episode would fail."""
 
 
-def check_rows(config: Config, tasks: TaskSet, interactions: Interactions, toolbox: ToolBox) -> None:
+def check_rows(config: Config, tasks: TaskSet, interactions: Interactions, toolbox: ToolBox) -> set[str]:
     """Raise if a row names a user, loop or tool that does not exist, or a data source that no reward function
-    scores."""
+    scores. Returns the names of the loops that the rows ask for."""
     rollout = config.rollout
     path, overridden = rollout.agent.agent_loop_config_path, rollout.agent_loop_class is not None
     loops = load_loop_config(path) if path else {}
@@ -92,6 +92,7 @@ def check_rows(config: Config, tasks: TaskSet, interactions: Interactions, toolb
                 find_loop(loop, loops)
             if by_functions and loop in SCORED_BY_FUNCTIONS and loop not in loops:
                 check_source(task.data_source)
+    return {str(loop) for loop, *_ in seen}
 
 
 def _selection(task: Task) -> tuple[str, ...] | None:

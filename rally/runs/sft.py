@@ -20,11 +20,12 @@ from rally.config import SftConfig
 from rally.data import Conversation, QuestionAnswer, RowSet, load_conversations, steps_per_epoch, total_steps
 from rally.images.patches import Patches
 from rally.models import attention
-from rally.models.load import check_vocabulary, reloading_problem
+from rally.models.load import check_vocabulary, pick_device, reloading_problem
 from rally.models.lora import unadapted_experts
 from rally.models.rope import decide_rope
 from rally.models.sharding import ALONE, Ranks
 from rally.models.untrained_tokens import warn_of_untrained_tokens
+from rally.platforms import use_expandable_segments
 from rally.runs.build.models import RunPlan, patches_at, stop_ids_at, tokenizer_at, trained_model
 from rally.runs.build.run_inputs import RunError, RunOutcome, check_ranks
 from rally.runs.build.tracking import sinks_of
@@ -190,7 +191,7 @@ def tokenizer_of(config: SftConfig) -> PreTrainedTokenizerBase:
 
 
 def _patches_of(config: SftConfig) -> Patches | None:
-    return patches_at(config.model, str(config.model_path), config.trainer)
+    return patches_at(config.model, str(config.model_path))
 
 
 def codec_of(config: SftConfig, tokenizer: PreTrainedTokenizerBase, thinking: bool | None = None) -> ChatCodec:
@@ -271,6 +272,8 @@ def read_rows(
 
 def sft_policy_of(config: SftConfig, start: Checkpoint | None, steps: int, ranks: Ranks = ALONE) -> Policy:
     """The policy as configured, or restored from a checkpoint."""
+    if ranks.world_size == 1:
+        use_expandable_segments(pick_device(config.trainer.device))
     path = str(start.actor) if start else None
     model = trained_model(config.model, str(config.model_path), config.trainer, path, _patches_of(config), ranks)
     attention.install(model)
@@ -283,6 +286,7 @@ def sft_policy_of(config: SftConfig, start: Checkpoint | None, steps: int, ranks
         optimizer_settings(config.optim, config.optim.clip_grad, limits),
         steps,
         gradient_checkpointing=config.model.enable_gradient_checkpointing,
+        recompute=config.model.recompute_num_layers,
         offload=offload_settings(
             keys.model_copy(update={"offload_policy": keys.uses_offload_policy}),
             config.model.enable_activation_offload,

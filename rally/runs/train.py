@@ -7,22 +7,28 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
 import torch
+import yaml
 
 from rally.config import Config
+from rally.config.checks.multi_gpu import sends_images
+from rally.config.yaml_files import leaves
+from rally.engines.embedded.memory_plan import free_bytes
 from rally.models.load import load_model_config, pick_device, pick_dtype
 from rally.models.sharding import ALONE, Ranks
 from rally.nodes import THIS_MACHINE, RunNodes
 from rally.platforms import memory_info, on_accelerator
 from rally.runs import build
 from rally.runs.build.models import lora_of
-from rally.runs.build.rollout import rollout_cache_dir
+from rally.runs.build.rollout import check_reward_function, rollout_cache_dir
 from rally.runs.build.run_inputs import RunError, RunInputs, RunOutcome, check_ranks, read_inputs
 from rally.runs.build.trainer import resume_point, rewind
 from rally.runs.build.update_settings import total_steps_of
 from rally.runs.cost_estimate import memory_problem, size_from
 from rally.runs.evaluate import evaluate_inputs
+from rally.runs.host_memory import host_memory_problem
 from rally.runs.row_checks import warn_of_repeats
 from rally.track import RunConsole, RunFolder, sole_writer
+from rally.track.run_folder.folder import redacted_yaml
 from rally.train.checkpoint.store import CheckpointStore
 from rally.train.interrupt_signals import resume_command, stopped
 from rally.train.trainer import run
@@ -60,16 +66,38 @@ def train(
 
 
 def _check_memory(config: Config) -> None:
-    """RunError, before any weight is loaded, if an update cannot fit on this GPU."""
+    """RunError, before any weight is loaded, if an update cannot fit on this GPU, or what it keeps beside into main
+    memory."""
     device, path = pick_device(config.trainer.device), str(config.model.path)
     if not on_accelerator(device) or path.endswith(".gguf"):  # the configuration of which is slow to read
         return
     model, trust = config.model, config.model.trust_remote_code
     described = load_model_config(path, trust_remote_code=trust, overrides=dict(model.override_config))
-    size = size_from(described, lora_of(model, 0), trust=trust, tower_frozen=config.actor.freeze_vision_tower)
+    size = size_from(
+        described,
+        lora_of(model, 0),
+        trust=trust,
+        tower_frozen=config.actor.freeze_vision_tower,
+        text_only=not sends_images(config),
+    )
     width = torch.empty((), dtype=pick_dtype(model.dtype, device)).element_size()
-    if problem := memory_problem(config, described, size, width, memory_info(device)[1]):
+    on_device = memory_problem(config, described, size, width, memory_info(device)[1])
+    if problem := on_device or host_memory_problem(config, described, size, width, free_bytes(torch.device("cpu"))):
         raise RunError(problem)
+
+
+def _name_changed_keys(folder: RunFolder, config: Config, console: RunConsole) -> None:
+    """Name the keys in which a resumed run differs from what its folder records: they may be another run's."""
+    try:
+        recorded = yaml.safe_load(folder.config_path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return  # such as a folder that holds checkpoints alone; the file is written again
+    if not isinstance(recorded, dict):
+        return
+    before, after = dict(leaves(recorded)), dict(leaves(yaml.safe_load(redacted_yaml(config.to_yaml()))))
+    changed = [f"{key}: {before[key]} -> {now}" for key, now in after.items() if before.get(key, now) != now]
+    if changed:
+        console.note(f"resuming with other settings than {folder.config_path} records: {', '.join(changed)}")
 
 
 def _train(config: Config, inputs: RunInputs, console: RunConsole, ranks: Ranks, nodes: RunNodes) -> RunOutcome:
@@ -101,7 +129,10 @@ def _train(config: Config, inputs: RunInputs, console: RunConsole, ranks: Ranks,
             "skip", f"training on cached episodes of {rollout_cache_dir(config)}, which other weights may have sampled"
         )
     _check_memory(config)
+    check_reward_function(config)
     rewind(folder, store, checkpoint, console, tuple(build.extra_folders_of(config.trainer).values()))
+    if checkpoint:
+        _name_changed_keys(folder, config, console)
     trainer = build.trainer_of(config, inputs, folder, store, checkpoint, steps, console, ranks, nodes)
     folder.save_config(config.to_yaml())  # last, so that a failed start keeps the earlier file
     folder.save_versions()

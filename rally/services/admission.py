@@ -13,10 +13,10 @@ from starlette.requests import Request
 from transformers import PreTrainedTokenizerBase
 
 from rally.engines.base import OnTokens, PromptLogprobs, SampledTokens
-from rally.engines.embedded.engine import EmbeddedEngine
+from rally.engines.embedded.engine import EmbeddedEngine, WeightsLost
 from rally.engines.embedded.sampler import NonFiniteLogits
 from rally.engines.prometheus import Metric, labelled
-from rally.types import Generation, RallyError, SamplingParams
+from rally.types import Generation, ImageSpan, RallyError, SamplingParams
 
 T = TypeVar("T")
 
@@ -53,6 +53,7 @@ class SamplingAsk(NamedTuple):
 
     prompt_ids: Sequence[int]
     params: SamplingParams
+    images: Sequence[ImageSpan] = ()
 
 
 class RequestEvent(NamedTuple):
@@ -73,7 +74,7 @@ class Admission:
 
     async def generate(self, ask: SamplingAsk, on_tokens: OnTokens | None = None) -> Generation:
         generation = await self._held_while(
-            self.served.engine.generate(ask.prompt_ids, ask.params, on_tokens=on_tokens)
+            self.served.engine.generate(ask.prompt_ids, ask.params, images=ask.images, on_tokens=on_tokens)
         )
         self._ends[generation.finish] += 1
         if generation.finish == "abort":
@@ -102,7 +103,7 @@ class Admission:
         except asyncio.CancelledError:
             self._ends["cancelled"] += 1
             raise
-        except NonFiniteLogits as error:
+        except (NonFiniteLogits, WeightsLost) as error:
             self._ends["failed"] += 1
             raise Refused(500, f"{error}; load other weights", code="bad_weights") from error
         except RallyError as error:
@@ -154,6 +155,8 @@ class Admission:
         }
         counters = {name: (text, float(self._sums[name])) for name, text in SUMS.items()}
         counters["steps"] = ("Forward passes", core.steps)
+        counters["drafted_tokens"] = ("Tokens that speculative decoding drafted", core.drafted_tokens)
+        counters["accepted_tokens"] = ("Drafted tokens that were right", core.accepted_tokens)
         counters["preemptions"] = ("Times a request gave its pages back", core.scheduler.preemptions)
         ends = labelled("end", self._ends)
         return [

@@ -21,6 +21,7 @@ from rally.services.api_translation import (
     TranslatedRequest,
     begun,
     chat_request,
+    check_tool,
     event_stream,
     is_whole,
     text_of,
@@ -84,6 +85,13 @@ class MessagesRequest(TranslatedRequest):
         }
         return chat_request(fields)
 
+    def check_answerable(self) -> None:
+        if self.max_tokens is None:
+            raise Refused(400, "max_tokens is missing; give the most tokens of the answer", param="max_tokens")
+        if self.messages[-1].get("role") == "assistant":
+            problem = "the last message is the assistant's, and a reply here does not continue it"
+            raise Refused(400, f"{problem}; end with a message of the user", param="messages")
+
     @property
     def _choice(self) -> Any:
         kind = self.tool_choice.get("type", "auto")
@@ -141,6 +149,7 @@ def _chat_tool(tool: Mapping[str, Any], at: int) -> Json:
     if tool.get("type", "custom") != "custom" or not isinstance(tool.get("input_schema"), dict):
         problem = f"tools.{at} is not a tool with a name and an input_schema; only such tools are supported"
         raise Refused(400, f"{problem}, so leave it out", param=f"tools.{at}")
+    check_tool(tool, at)
     kept = {key: tool[key] for key in ("name", "description") if tool.get(key) is not None}
     return {"type": "function", "function": {**kept, "parameters": tool["input_schema"]}}
 
@@ -241,8 +250,7 @@ class Messages:
     async def create(self, request: Request) -> Response:
         self._backend.admit(request)
         body = MessagesRequest.model_validate_json(await request.body())
-        if body.max_tokens is None:
-            raise Refused(400, "max_tokens is missing; give the most tokens of the answer", param="max_tokens")
+        body.check_answerable()
         chat = body.chat()
         if body.stream:
             parts = await begun(request, self._backend.stream(request, chat))

@@ -92,6 +92,23 @@ def text_of(content: Any, where: str, kinds: Sequence[str]) -> str:
     return "".join(texts)
 
 
+TOOL_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "allowed_callers": ([], ["direct"]),
+    "async": (False,),
+    "defer_loading": (False,),
+    "input_examples": ([],),
+    "output_schema": ({},),
+}
+"""Fields of a tool that would change what the model is shown or may do, and their values that change nothing."""
+
+
+def check_tool(tool: Mapping[str, Any], at: int) -> None:
+    for name, neutral in TOOL_NEUTRAL.items():
+        if tool.get(name) is not None and tool[name] not in neutral:
+            where = f"tools.{at}.{name}"
+            raise Refused(400, f"{where} is not supported; leave it out", param=where)
+
+
 def is_whole(part: StreamPart) -> bool:
     """Whether a part of a stream is the whole completion, which is the last."""
     return not isinstance(part, StreamBegin) and part["object"] == ChatShape.kind

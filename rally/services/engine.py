@@ -5,26 +5,26 @@
     POST /v1/messages, /v1/messages/count_tokens             Anthropic's API
     POST /prompt_logprobs {"ids", "start", "top"}            log-probabilities of ids[start:] at temperature 1
     GET  /tokenizer                                          the ids of all tokens, and the rows of the embedding
-    POST /load_weights {"folder", "deltas", "version", "in_flight"}
-        new weights of the same model, if enabled; with a token: those of a folder, deltas to the current ones, or both
+    POST /load_weights {"folder", "deltas", "broadcast", "version", "in_flight"}
+        new weights of the same model, if enabled; with a token: those of a folder, deltas to the current ones, or both,
+        or those that a trainer broadcasts
+    POST /join_weights {"place", "name", "rank", "size", "secret", "seconds"}
+        join the group in which a trainer broadcasts weights
     GET  /metrics                                            Prometheus metrics
 
-Token ids are passed unchanged in both directions, with the logprobs of sampled tokens. A request whose client
+Token ids are passed unchanged in both directions, with the logprobs of sampled tokens, the masks of a grammar and, if
+the engine records them, the experts of tokens. A request whose client
 disconnects is cancelled. Errors have OpenAI's format. With a token, everything except `/health` requires it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -33,102 +33,29 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 from torch import Tensor
 
-from rally.engines.embedded.engine import EmbeddedEngine
 from rally.engines.prometheus import CONTENT_TYPE, exposition
-from rally.engines.remote.server_api import generation_to_wire
-from rally.engines.remote.weight_deltas import DeltaError, StoredTensor, apply_in_place, read_delta, stored_tensors
-from rally.platforms import on_accelerator
+from rally.engines.remote.token_protocol import GRAMMAR_CODE, generation_to_wire, images_of_wire
+from rally.models.token_masks import GrammarError
 from rally.services.admission import Admission, Refused, SamplingAsk, Served, unless_gone
 from rally.services.http_server import ServeError, carries
 from rally.services.openai_api import OpenAI
 from rally.services.openai_errors import HANDLERS, refuse
+from rally.services.weight_loading import JoinRequest, LoadRequest, WeightService
 from rally.types import SamplingParams
 
 TWO_NAMES = (("max_tokens", "max_new_tokens"), ("stop_ids", "stop_token_ids"))
 
 
-class LoadRequest(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class ImageOfRequest(BaseModel):
+    """An image of a prompt: rows x columns tokens from `start` on. `data` are its bytes in base64."""
 
-    folder: Path | None = None
-    deltas: list[Path] = Field(default=[], max_length=1000)
-    """Files that are applied, in this order, to the weights of `folder` or, without one, to the current ones."""
-    version: int = Field(ge=0, lt=2**63, strict=True)
-    in_flight: Literal["abort", "keep", "recompute"]
+    model_config = ConfigDict(extra="forbid", strict=True)
 
-
-def load_weights(engine: EmbeddedEngine, request: LoadRequest) -> None:
-    """Load weights between two steps of the engine; its settings determine what happens to requests in flight."""
-    in_flight = engine.core.settings.in_flight
-    if request.in_flight != in_flight:
-        raise Refused(
-            400, f"requests in flight follow {in_flight!r} here, not {request.in_flight!r}; set rollout.in_flight to it"
-        )
-    ours = engine.core.model.state_dict()
-    loaded = _with_deltas(request, ours) if request.deltas else _from_folder(request.folder)
-    if misfit := next(_mismatches(ours, loaded), None):
-        where = request.folder or request.deltas[0]
-        raise Refused(400, f"the weights in {where} do not fit this model: {misfit}; serve the model of the run")
-    with torch.no_grad(), engine.updating(request.version):
-        for name, weight in loaded.items():
-            ours[name].copy_(weight)
-
-
-def _from_folder(folder: Path | None) -> dict[str, Tensor]:
-    if folder is None:
-        raise Refused(400, "name a folder with weights, or deltas to the current ones")
-    loaded: dict[str, Tensor] = {}
-    try:
-        for file in sorted(folder.glob("*.safetensors")):
-            loaded |= load_file(file)
-    except (OSError, SafetensorError, ValueError) as problem:
-        raise Refused(400, f"the weights in {folder} cannot be read: {problem}") from problem
-    return loaded
-
-
-def _with_deltas(request: LoadRequest, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights after all deltas. Those that the engine samples from are only read."""
-    try:
-        deltas = [read_delta(path) for path in request.deltas]
-        if request.folder is not None:
-            stored = stored_tensors(request.folder)
-        else:
-            stored = {one.name: _stored(ours[one.name]) for one in deltas[0].weights if one.name in ours}
-        for delta in deltas:
-            apply_in_place(delta, stored)
-    except (OSError, ValueError, LookupError, DeltaError) as problem:
-        raise Refused(400, f"the deltas cannot be applied: {problem}", code="wrong_base") from problem
-    if deltas[-1].version != request.version:
-        raise Refused(
-            400, f"the deltas end at version {deltas[-1].version}, not {request.version}; send the others too"
-        )
-    return {name: _tensor(one) for name, one in stored.items()}
-
-
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64}
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-
-def _stored(weight: Tensor) -> StoredTensor:
-    """A copy of a weight as bytes."""
-    data = weight.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
-    return StoredTensor(
-        NAMES[weight.dtype], tuple(weight.shape), data if on_accelerator(weight.device) else data.copy()
-    )
-
-
-def _tensor(stored: StoredTensor) -> Tensor:
-    return torch.from_numpy(stored.data).view(DTYPES[stored.dtype]).reshape(stored.shape)
-
-
-def _mismatches(ours: Mapping[str, Tensor], loaded: Mapping[str, Tensor]) -> Iterator[str]:
-    """Names and shapes that differ. One of several tied weights is enough."""
-    covered = {ours[name].data_ptr() for name in loaded if name in ours}
-    yield from (f"it has no {name}" for name in loaded if name not in ours)
-    yield from (f"{name} is missing" for name, weight in ours.items() if weight.data_ptr() not in covered)
-    for name, weight in loaded.items():
-        if weight.shape != ours[name].shape:
-            yield f"{name} is {tuple(weight.shape)} there and {tuple(ours[name].shape)} here"
+    start: int = Field(ge=0)
+    rows: int = Field(ge=1)
+    columns: int = Field(ge=1)
+    hash: str
+    data: str
 
 
 class GenerateRequest(BaseModel):
@@ -136,6 +63,7 @@ class GenerateRequest(BaseModel):
 
     prompt_ids: list[int]
     sampling: dict[str, Any] = {}
+    images: list[ImageOfRequest] = []
 
 
 class PromptRequest(BaseModel):
@@ -165,7 +93,7 @@ def create_app(served: Served, token: str | None = None, *, accepts_weights: boo
             Route("/tokenizer", service.tokenizer),
             Route("/health", service.health),
             Route("/metrics", service.metrics),
-            *([Route("/load_weights", service.load_weights, methods=["POST"])] if accepts_weights else []),
+            *(service.weight_routes if accepts_weights else ()),
             *OpenAI(service.admission).routes,
         ],
         lifespan=lifespan,
@@ -179,16 +107,43 @@ class _EngineService:
         self.admission = Admission(served)
         self._served = served
         self._loading = asyncio.Lock()
+        self._weights = WeightService(served.engine)
+
+    @property
+    def weight_routes(self) -> tuple[Route, ...]:
+        return (
+            Route("/load_weights", self.load_weights, methods=["POST"]),
+            Route("/join_weights", self.join_weights, methods=["POST"]),
+        )
 
     async def generate(self, request: Request) -> Response:
         body = GenerateRequest.model_validate_json(await request.body())
         for pair in TWO_NAMES:
             if body.sampling.keys() >= set(pair):
                 raise Refused(400, f"{pair[0]} and {pair[1]} are two names of one parameter; give one of them")
-        ask = SamplingAsk(body.prompt_ids, SamplingParams.of(body.sampling))
-        if ask.params.grammar:
-            raise Refused(400, "/generate accepts no grammar; send a chat request with response_format or tool_choice")
-        return JSONResponse(generation_to_wire(await unless_gone(request, self.admission.generate(ask))))
+        params = SamplingParams.of(body.sampling)
+        if params.grammar:
+            self._check_ends(params)
+        images = [one.model_dump() for one in body.images]
+        spans = await asyncio.to_thread(images_of_wire, images) if images else []
+        ask = SamplingAsk(body.prompt_ids, params, spans)
+        try:
+            generation = await unless_gone(request, self.admission.generate(ask))
+        except GrammarError as problem:
+            raise Refused(400, str(problem), code=GRAMMAR_CODE) from problem
+        return JSONResponse(generation_to_wire(generation))
+
+    def _check_ends(self, params: SamplingParams) -> None:
+        """A grammar ends with the ends of turns that this engine knows, and the caller must know them too."""
+        grammars = self._served.engine.core.grammars
+        ends = set() if grammars is None else set(grammars.end_ids)
+        if unknown := sorted(ends - set(params.stop_ids)):
+            raise Refused(
+                400,
+                f"this server ends a generation under a grammar with the tokens {sorted(ends)}, and stop_ids has no "
+                f"{', '.join(map(str, unknown))}; add them, or serve the model with the tokenizer of the run",
+                param="sampling.stop_ids",
+            )
 
     async def prompt_logprobs(self, request: Request) -> Response:
         body = PromptRequest.model_validate_json(await request.body())
@@ -208,13 +163,19 @@ class _EngineService:
     async def load_weights(self, request: Request) -> Response:
         body = LoadRequest.model_validate_json(await request.body())
         async with self._loading:  # a delta must not be applied while its base is replaced
-            await asyncio.to_thread(load_weights, self._served.engine, body)
+            await asyncio.to_thread(self._weights.load, body)
         return JSONResponse({"success": True, "weight_version": body.version})
+
+    async def join_weights(self, request: Request) -> Response:
+        body = JoinRequest.model_validate_json(await request.body())
+        async with self._loading:
+            await asyncio.to_thread(self._weights.join, body)
+        return JSONResponse({"success": True})
 
     async def health(self, request: Request) -> Response:
         engine = self._served.engine
         if engine.failure is not None:
-            problem = f"the engine cannot sample, because a step failed: {engine.failure}"
+            problem = f"the engine cannot sample: {engine.failure}"
             raise Refused(500, problem, code="engine_stopped")
         facts = {"status": "ok", "model": self._served.name, "weight_version": engine.weight_version}
         return JSONResponse(facts | {"max_model_len": engine.max_model_len})

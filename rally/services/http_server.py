@@ -95,8 +95,8 @@ def serve(
 class ServerThread:
     """An ASGI application that a thread of this process serves, on a free port of `host`, behind a guard."""
 
-    def __init__(self, create: Callable[[], Any], host: str) -> None:
-        app, options = _guarded(create, host, ())
+    def __init__(self, create: Callable[[], Any], host: str, *, max_body_mb: float | None = None) -> None:
+        app, options = _guarded(create, host, (), max_body_mb=max_body_mb)
         import uvicorn
 
         self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)

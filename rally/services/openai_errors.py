@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from rally.engines.base import ContextExceeded
@@ -15,6 +15,8 @@ from rally.services.admission import ClientGone, Refused
 from rally.types import RallyError
 
 ANTHROPIC = "/v1/messages"
+OPENAI_KINDS = {401: "authentication_error", 429: "rate_limit_error"}
+"""litellm reports every invalid_request_error as a bad request, so a wrong key must not be one."""
 ANTHROPIC_KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -38,7 +40,7 @@ def anthropic_error(error: RallyError, status: int) -> dict[str, Any]:
 def error_body(error: RallyError) -> dict[str, Any]:
     """The JSON of an error."""
     status = status_of(error)
-    kind = "invalid_request_error" if status < 429 else "server_error" if status >= 500 else "rate_limit_error"
+    kind = OPENAI_KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
     too_long = isinstance(error, ContextExceeded)  # clients shorten their messages when they read this code
     details: dict[str, Any] = {"param": None, "code": "context_length_exceeded" if too_long else None}
     if isinstance(error, Refused):
@@ -84,5 +86,6 @@ HANDLERS: Mapping[Any, Callable[[Request, Exception], Response]] = {
     ValidationError: _refuse_malformed,
     HTTPException: _refuse_http,
     ClientGone: _client_gone,
+    ClientDisconnect: _client_gone,  # while its body was read
     Exception: _fail,
 }

@@ -26,7 +26,20 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "service_tier": (None, "auto", "default"),
     "store": (None, False),
     "suffix": (None, ""),
+    "verbosity": (None, "medium"),
 }
+
+
+UNSHOWN = {
+    "audio": "only text is",
+    "function_call": "send tool_calls, and their results with the role tool",
+    "refusal": "send its text as the content",
+}
+"""Fields of messages that no chat template shows, so that the model would answer without them, and what to do."""
+
+
+def unshown_field(message: Mapping[str, Any]) -> str | None:
+    return next((name for name in UNSHOWN if message.get(name)), None)
 
 
 class StreamOptions(BaseModel):
@@ -186,6 +199,9 @@ class ChatRequest(SamplingRequest):
                 first = error.errors(include_url=False, include_context=False, include_input=False)[0]
                 where = ".".join(map(str, ("messages", at, *first["loc"])))
                 raise Refused(400, f"{where}: {first['msg']}", param=where) from None
+            if dropped := unshown_field(message):
+                where = f"messages.{at}.{dropped}"
+                raise Refused(400, f"{where} is not supported; {UNSHOWN[dropped]}", param=where)
 
     @property
     def length_limit(self) -> int | None:
@@ -199,7 +215,7 @@ class ChatRequest(SamplingRequest):
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
         for at, tool in enumerate(self.tools or []):
-            if not _is_function(tool.get("function") or tool):
+            if tool.get("type", "function") != "function" or not _is_function(tool.get("function") or tool):
                 problem = f"tools.{at} is not a function with a name and parameters; only such tools are supported"
                 raise Refused(400, f"{problem}, so leave it out", param="tools")
         return [] if self.tool_choice == "none" else self.tools or []

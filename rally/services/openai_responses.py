@@ -291,7 +291,8 @@ class ChatShape:
         return {"content": entries, "refusal": None}
 
     def _message(self, generation: Generation, params: SamplingParams) -> tuple[Json, str]:
-        """The message of a turn, and its finish reason, which is tool_calls if calls were parsed."""
+        """The message of a turn, and its finish reason, which is tool_calls if calls were parsed and
+        nothing was cut."""
         if self._made is None or self._made[0] is not generation:
             self._made = (generation, *self._new_message(generation, params))
         return self._made[1:]
@@ -302,7 +303,9 @@ class ChatShape:
             if "tool_calls" in message:
                 calls = [_openai_call(call["function"]) for call in message["tool_calls"]]
                 content = before_stop(message["content"], params.stop) or None
-                return {**message, "content": content, "tool_calls": calls}, "tool_calls"
+                # A reply that was cut may lack further calls, so the client must see that.
+                finish = "length" if generation.finish == "length" else "tool_calls"
+                return {**message, "content": content, "tool_calls": calls}, finish
         return {"role": "assistant", "content": self.text(generation, params)}, generation.finish
 
 

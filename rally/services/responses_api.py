@@ -21,6 +21,7 @@ from rally.services.api_translation import (
     TranslatedRequest,
     begun,
     chat_request,
+    check_tool,
     event_stream,
     is_whole,
     text_of,
@@ -45,6 +46,14 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
+REASONING: dict[str, tuple[str, ...]] = {
+    "effort": (),
+    "summary": (),  # of reasoning items, which are never written
+    "generate_summary": (),
+    "context": ("auto",),
+    "mode": ("standard",),
+}
+"""Fields of `reasoning`, and the values that each may have; none: all."""
 TEXT_PARTS = ("input_text", "output_text", "text")
 
 
@@ -69,6 +78,9 @@ class ResponsesRequest(TranslatedRequest):
         self.refuse_unknown(HARMLESS, NEUTRAL)
         if self.max_tool_calls is not None:
             raise Refused(400, "max_tool_calls counts built-in tools, which do not exist here; leave it out")
+        for name, value in self.reasoning.items():
+            if name not in REASONING or (REASONING[name] and value not in (None, *REASONING[name])):
+                raise Refused(400, f"reasoning.{name} is not supported; leave it out", param=f"reasoning.{name}")
         items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
         opening = [{"role": "system", "content": self.instructions}] if self.instructions else []
         fields = {
@@ -130,6 +142,7 @@ def _chat_tool(tool: Mapping[str, Any], at: int) -> Json:
     if tool.get("type") != "function":
         problem = f"tools.{at} has type {tool.get('type')}; only tools of type function are supported"
         raise Refused(400, f"{problem}, so leave it out", param=f"tools.{at}")
+    check_tool(tool, at)
     kept = {key: tool[key] for key in ("name", "description", "parameters") if tool.get(key) is not None}
     return {"type": "function", "function": kept}
 

@@ -23,7 +23,7 @@ from rally.train.divergence import Tried
 from rally.train.forward.logprobs import token_logprobs
 from rally.train.loss_inputs import over_rows
 from rally.train.micro_batches import MicroBatchLimits, micro_batches_for, share_of
-from rally.train.packing import PackedRows, Row, pack
+from rally.train.packing import PackedRows, Row
 from rally.train.policy import Policy
 from rally.train.rank_messages import ComputeLoss, SftStep
 from rally.train.update import take_step
@@ -105,7 +105,7 @@ def sft_step(
     with policy.ranks.broadcast(SftStep(tokens, torch.initial_seed())), policy.training():
         rounds = micro_batches_for(policy.ranks, rows, settings.limits)
         for part in share_of(policy.ranks, rounds):
-            loss_M = -token_logprobs(policy.model, pack(part.rows, policy.device)).logp_M / tokens
+            loss_M = -token_logprobs(policy.model, policy.pack(part.rows)).logp_M / tokens
             (loss_M.sum() * part.counts).backward()
             if part.counts:
                 mine += loss_M.detach().sum()
@@ -114,7 +114,13 @@ def sft_step(
         total = sum(map(float, gather_groups(policy.ranks, mine)))
     rate = policy.optimizer.param_groups[0]["lr"]
     policy.advance()
-    return {"train/loss": total, "train/grad_norm": norm, "train/lr": rate, "train/tokens": float(tokens)}
+    return {
+        "train/loss": total,
+        "train/grad_norm": norm,
+        "train/lr": rate,
+        "train/tokens": float(tokens),
+        **policy.recomputed(),
+    }
 
 
 def sft_loss(policy: Policy, rows: Sequence[Row], settings: SftSettings) -> float:

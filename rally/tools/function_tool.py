@@ -25,7 +25,7 @@ from pydantic_core import to_jsonable_python
 
 from rally.tools.base import BaseTool
 from rally.tools.invoke import Keywords, call
-from rally.tools.schema import BadArguments, Schema, ToolConfigError, from_pydantic, without_titles
+from rally.tools.schema import BadArguments, Schema, ToolConfigError, fit, from_pydantic, without_titles
 
 _SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns?|Yields?|Raises|Examples?|Notes?):\s*$", re.MULTILINE)
 _ENTRY = re.compile(r"^\s*\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")
@@ -168,11 +168,13 @@ class FunctionTool(BaseTool[Any]):
         description: str | None = None,
         schema: Mapping[str, Any] | None = None,
         process: bool = True,
+        example: Mapping[str, Any] | None = None,
     ) -> None:
         if not callable(function):
             raise ToolConfigError(f"function_tool needs a function, not {type(function).__name__}")
         self.function = function
         self.process = process
+        self.example = example  # type: ignore[misc]
         self._signature = Signature.of(function, hints_required=schema is None)
         self._keywords = Keywords.of(function)
         inferred = {
@@ -181,6 +183,21 @@ class FunctionTool(BaseTool[Any]):
             "parameters": self._signature.parameters,
         }
         super().__init__(tool_schema=inferred if schema is None else schema)
+        if example is not None:
+            self._check_example(example)
+
+    def with_schema(self, schema: Mapping[str, Any]) -> FunctionTool:
+        """This tool with another schema."""
+        return FunctionTool(self.function, schema=schema, process=self.process, example=self.example)
+
+    def _check_example(self, example: Mapping[str, Any]) -> None:
+        """ToolConfigError unless the function takes the example, which would otherwise not be used without a word."""
+        try:
+            fit(self.parameters, example)
+        except BadArguments as error:
+            raise ToolConfigError(
+                f"function_tool {self.name!r}: its own example does not fit its parameters ({error}); correct it"
+            ) from None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
@@ -200,6 +217,7 @@ def function_tool(
     description: str | None = None,
     schema: Mapping[str, Any] | None = None,
     process: bool = True,
+    example: Mapping[str, Any] | None = None,
 ) -> Callable[[Callable[..., Any]], FunctionTool]: ...
 def function_tool(
     function: Callable[..., Any] | None = None,
@@ -209,11 +227,14 @@ def function_tool(
     description: str | None = None,
     schema: Mapping[str, Any] | None = None,
     process: bool = True,
+    example: Mapping[str, Any] | None = None,
 ) -> FunctionTool | Callable[[Callable[..., Any]], FunctionTool]:
     """Make a function a tool. Its schema is `schema`, or comes from its type hints and docstring. With `process` False
-    it runs in the process of the run."""
+    it runs in the process of the run. `example` are arguments of a call that must succeed, for `rally doctor`."""
 
     def decorate(decorated: Callable[..., Any]) -> FunctionTool:
-        return FunctionTool(decorated, name=name, description=description, schema=schema, process=process)
+        return FunctionTool(
+            decorated, name=name, description=description, schema=schema, process=process, example=example
+        )
 
     return decorate if function is None else decorate(function)

@@ -317,5 +317,5 @@ def _function(function: Any, config: Mapping[str, Any], schema: Mapping[str, Any
     if set(config) - {"type"}:
         raise ToolConfigError("a function tool takes no config; remove it")
     if isinstance(function, FunctionTool):
-        return FunctionTool(function.function, schema=schema) if schema else function
+        return function.with_schema(schema) if schema else function
     return FunctionTool(function, schema=schema)

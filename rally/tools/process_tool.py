@@ -31,10 +31,10 @@ from rally.tools.base import BaseTool
 from rally.tools.invoke import ToolTimeout, ToolUnavailable
 from rally.tools.limits import CallLimits
 from rally.tools.process_worker import CANCEL_SECONDS, ToolSource, frame
-from rally.tools.results import ToolReturn
+from rally.tools.results import ToolReturn, read_reward
 from rally.tools.schema import BadArguments, ToolConfigError
 from rally.types import RallyError, ToolResponse
-from rally.util.subprocesses import kill_group
+from rally.util.subprocesses import kill_group, start_tied
 
 LOAD_SECONDS = 120.0  # a user's module may import something large
 ACKNOWLEDGE_SECONDS = CANCEL_SECONDS + 2.0  # for an event loop that is not blocked to answer a cancellation
@@ -74,7 +74,7 @@ class _Process:
 
     def __init__(self, source: ToolSource, memory_mb: int) -> None:
         self._memory_mb = memory_mb
-        self._process = subprocess.Popen(
+        self._process = start_tied(
             [sys.executable, "-c", BOOT, *sys.path],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -350,7 +350,7 @@ class StatefulProcessTool(ProcessTool):
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float | None:
         instance = self._instances[instance_id]
         reward = await self._host.ask(instance.process, "calc_reward", self.name, instance.worker_id, kwargs)
-        return None if reward is None else float(reward)
+        return None if reward is None else read_reward(reward)
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         instance = self._instances.pop(instance_id)

@@ -30,6 +30,7 @@ from rally.tools.results import ToolReturn, clean
 from rally.tools.schema import BadArguments, ToolConfigError
 from rally.tools.session import describe
 from rally.types import RallyError
+from rally.util.process_guard import end_with_parent
 
 FRAME = struct.Struct("!Q")
 CANCEL_SECONDS = 1.0  # for a call to end after its cancellation
@@ -54,6 +55,7 @@ class ToolSource:
 
 
 def main() -> None:
+    end_with_parent()
     requests, answers = _take_channels()
     faulthandler.enable()
     _prefer_for_oom_kill()

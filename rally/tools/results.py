@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from pydantic_core import to_jsonable_python
 
-from rally.types import RallyError, ToolResponse
+from rally.types import RallyError, ToolResponse, brief
 
 TruncateSide = Literal["left", "right", "middle"]
 
@@ -56,8 +56,10 @@ def read_reward(reward: Any) -> float:
         value = float(reward)
     except (TypeError, ValueError):
         raise BadReturn(f"the tool returned a reward of type {type(reward).__name__}; it must be a number") from None
+    except OverflowError:
+        value = math.inf
     if isinstance(reward, str) or not math.isfinite(value):
-        raise BadReturn(f"the tool returned the reward {reward!r}; it must be a finite number")
+        raise BadReturn(f"the tool returned the reward {brief(reward)}; it must be a finite number")
     return value
 
 

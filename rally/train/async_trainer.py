@@ -21,7 +21,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +40,8 @@ from rally.train.checkpoint.store import Checkpoint
 from rally.train.rollout.rollout import RolloutResult
 from rally.train.trainer import StepStart, Trainer
 from rally.types import Episode
+
+WORST = "training/off_policy/trajectory_staleness_worst/max"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,8 +129,19 @@ class AsyncTrainer(Trainer):
         with clock("gen"):
             result = await self._next_batch(step)
         metrics = off_policy_metrics(result.episodes, self.engine.weight_version)
+        self._check_staleness(step, metrics)
         metrics |= await self._learn(step, result, clock, began)
         return metrics | {"engine/idle_share": began.idle_share(self.engine)}
+
+    def _check_staleness(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Admission ensures the bound, unless what sampled reports wrong versions."""
+        worst, bound = metrics.get(WORST, 0.0), self.schedule.max_staleness
+        if worst > bound:
+            self.console.warn_once(
+                "staleness",
+                f"step {step} trains on a token that is {worst:g} weight versions old by what its server reported, and "
+                f"the schedule allows {bound}; the server may report other versions than those that it was sent",
+            )
 
     async def _next_batch(self, step: int) -> RolloutResult:
         if not self.schedule.fixed_lag:

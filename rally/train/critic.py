@@ -29,7 +29,7 @@ from rally.train.checkpoint.store import read_state
 from rally.train.divergence import Tried
 from rally.train.loss_inputs import over_rows
 from rally.train.micro_batches import MicroBatchLimits, MicroBatchShare, micro_batches_for, share_of
-from rally.train.packing import Row, joined, pack
+from rally.train.packing import Row, joined
 from rally.train.policy import Policy
 from rally.train.rank_messages import ComputeValues, GatherCritic, UpdateCritic
 from rally.train.update import take_step, visit_order
@@ -169,7 +169,7 @@ class Critic:
     def _loss(self, part: MicroBatchShare, weights_N: Tensor, metrics: CriticMetrics) -> Tensor:
         """The contribution of each decision to the loss of its mini-batch."""
         device, rows = self.learner.device, part.rows
-        packed = pack(rows, device)
+        packed = self.learner.pack(rows)
         old_D, returns_D = (
             torch.from_numpy(joined(values, np.float32)).to(device)
             for values in ([row.values for row in rows], [row.returns for row in rows])

@@ -141,7 +141,8 @@ def crowded_memory(steps: Steps, settings: HealthSettings) -> HealthWarning | No
         "crowded_memory",
         f"in each of the last {settings.patience} steps GPU memory ran full and torch freed its cache to allocate "
         f"again, {counts[-1] - counts[0]:.0f} times in all, which is slow; lower "
-        "actor.ppo_max_token_len_per_gpu, or try PYTORCH_ALLOC_CONF=expandable_segments:True in the environment",
+        "actor.ppo_max_token_len_per_gpu or rollout.gpu_memory_utilization, and unset PYTORCH_ALLOC_CONF if it is set "
+        "without expandable_segments:True",
     )
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from rally.platforms import on_accelerator, platform_of
+from rally.platforms import pinned_memory, platform_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,11 +34,10 @@ class OffloadSettings:
 ON_DEVICE = OffloadSettings()
 
 
-def host_copy(value: Tensor) -> Tensor:
-    """A copy in main memory: pinned, and possibly still on its way, if `value` is on a GPU."""
-    return torch.empty(value.shape, dtype=value.dtype, pin_memory=on_accelerator(value.device)).copy_(
-        value, non_blocking=True
-    )
+def host_copy(value: Tensor, device: torch.device | None = None) -> Tensor:
+    """A copy in main memory: pinned for `device`, by default that of the value, and possibly still on its way."""
+    there = pinned_memory(value.nbytes, device or value.device).view(value.dtype).view(value.shape)
+    return there.copy_(value, non_blocking=True)
 
 
 class HostStates:
@@ -98,7 +97,7 @@ class HostStates:
 
     def home_of(self, value: Tensor) -> Tensor:
         """A loaded state in the memory where it lives."""
-        return value.pin_memory() if on_accelerator(self._device) else value
+        return host_copy(value, self._device)
 
     def _fetched(self, value: Tensor) -> Tensor:
         return value.to(self._device, non_blocking=True, copy=True)
@@ -115,8 +114,13 @@ class _Home(NamedTuple):
 
 
 class _Offloaded(NamedTuple):
-    value: Tensor
+    """A tensor in main memory, and its form on the device. Kernels require strides, and sum in an order that depends on
+    them."""
+
+    value: Tensor  # without repeated elements
     device: torch.device
+    strides: tuple[int, ...]
+    shape: torch.Size
 
 
 class ActivationOffload:
@@ -135,19 +139,25 @@ class ActivationOffload:
 
     def _pack(self, value: Tensor) -> Tensor | _Offloaded:
         origin = value if value._base is None else value._base
-        if value.nbytes < self.min_bytes or isinstance(origin, nn.Parameter) or value.is_sparse:
+        if isinstance(origin, nn.Parameter) or value.is_sparse:
             return value
-        self.offloaded += value.nbytes
+        once = value.detach()
+        for dimension, stride in enumerate(value.stride()):
+            if stride == 0:
+                once = once.narrow(dimension, 0, min(1, value.shape[dimension]))
+        if once.nbytes < self.min_bytes:
+            return value
+        self.offloaded += once.nbytes
         platform = platform_of(value.device)
         if platform is None:
-            return _Offloaded(host_copy(value.detach()), value.device)
+            return _Offloaded(once.clone(), value.device, once.stride(), value.shape)
         if self._stream is None:
             self._stream = platform.module.Stream(value.device)
         self._stream.wait_stream(platform.module.current_stream(value.device))
         with platform.module.stream(self._stream):
-            there = host_copy(value.detach())
+            there = torch.empty_like(once, device="cpu", pin_memory=True).copy_(once, non_blocking=True)
         value.record_stream(self._stream)  # its memory is not reused before the copy is done
-        return _Offloaded(there, value.device)
+        return _Offloaded(there, value.device, once.stride(), value.shape)
 
     def _unpack(self, packed: Tensor | _Offloaded) -> Tensor:
         if isinstance(packed, Tensor):
@@ -156,4 +166,6 @@ class ActivationOffload:
         platform = platform_of(packed.device)
         if platform is not None and self._stream is not None:
             platform.module.current_stream(packed.device).wait_stream(self._stream)
-        return packed.value.to(packed.device, non_blocking=True, copy=True)
+        shape, dtype = packed.value.shape, packed.value.dtype
+        there = torch.empty_strided(shape, packed.strides, dtype=dtype, device=packed.device)
+        return there.copy_(packed.value, non_blocking=True).expand(packed.shape)

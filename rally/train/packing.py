@@ -203,6 +203,7 @@ class PackedRows:
     episode_M: Tensor
     row_M: Tensor
     rows: int
+    keep_probabilities: bool = False  # the forward pass of the output head keeps them for the backward pass
 
 
 def pack(rows: Sequence[Row], device: torch.device) -> PackedRows:

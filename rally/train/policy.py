@@ -25,15 +25,22 @@ from rally.models.forward_variables import checkpoint_contexts
 from rally.models.load import LoadError
 from rally.models.residence import Residence, device_of, on_device
 from rally.models.sharding import Ranks, ShardPlace, local_tensor, ranks_of, shard_place, total_norm
+from rally.platforms import deterministic_algorithms, wait_for_stream
+from rally.train import adamw8bit
+from rally.train.adamw8bit import AdamW8bit
 from rally.train.divergence import WINDOW, DivergedError, GradientLimits, Tried, gradient_problem
 from rally.train.offload import ON_DEVICE, ActivationOffload, HostStates, OffloadSettings
+from rally.train.packing import PackedRows, Row, pack
+from rally.train.recompute import Recompute
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings:
-    """AdamW and its schedule; `warmup_steps` below 0 means `warmup_ratio` of all steps."""
+    """AdamW and its schedule; `warmup_steps` below 0 means `warmup_ratio` of all steps. `moments_8bit`: the moments are
+    stored in 8 bits."""
 
     lr: float = 1e-6
+    moments_8bit: bool = False
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.01
     grad_clip: float = 1.0
@@ -49,7 +56,8 @@ class Policy:
     """A module with its optimizer. The module is in eval mode outside of `training()`.
 
     The optimizer works on the local tensors of this rank. `masters` are those of the trained parameters: the parameter
-    itself, its shard, or a float32 copy.
+    itself, its shard, or a float32 copy. `deterministic`: no bit of an update depends on the memory that is free or on
+    the timing of a GPU.
     """
 
     def __init__(
@@ -59,25 +67,27 @@ class Policy:
         total_steps: int,
         gradient_checkpointing: bool = False,
         *,
+        recompute: int | None = None,
         offload: OffloadSettings = ON_DEVICE,
+        deterministic: bool = False,
     ) -> None:
         self.model = model
         self.settings = settings
         self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.masters = {name: _master(p) for name, p in self._trained.items()}
         self._rounded = {name for name, p in self._trained.items() if p.dtype != torch.float32}
-        self.optimizer = torch.optim.AdamW(
-            self.masters.values(), lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay, fused=True
-        )
+        self.optimizer = self._optimizer(settings)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, schedule_factor(settings, total_steps))
         self._norms: deque[float] = deque(maxlen=WINDOW)
         if gradient_checkpointing:
             if not model.supports_gradient_checkpointing:
                 name = type(model).__name__
                 raise LoadError(f"{name} has no gradient checkpointing; set model.enable_gradient_checkpointing=false")
-            model.gradient_checkpointing_enable(
-                gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": checkpoint_contexts}
-            )
+            with warnings.catch_warnings():  # transformers before 5.23 knows no other name
+                warnings.filterwarnings("ignore", message=".*activation_checkpointing_enable")
+                model.gradient_checkpointing_enable(
+                    gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": checkpoint_contexts}
+                )
         model.eval()
         self._collected: dict[str, Tensor] = {}  # float32 gradients on the device whose masters are in main memory
         self.host_states: HostStates | None = None
@@ -86,6 +96,31 @@ class Policy:
             self.host_states = HostStates(self.optimizer, copies, self.device, offload.bucket_bytes)
         self.residence = Residence(model) if offload.params else None
         self.activations = ActivationOffload(offload.min_activation_bytes) if offload.activations else None
+        self.deterministic = deterministic
+        self.recompute = self._recompute(recompute) if gradient_checkpointing else None
+
+    def _optimizer(self, settings: OptimizerSettings) -> torch.optim.Optimizer:
+        masters = self.masters.values()
+        lr, betas, decay = settings.lr, settings.betas, settings.weight_decay
+        if not settings.moments_8bit:
+            return torch.optim.AdamW(masters, lr=lr, betas=betas, weight_decay=decay, fused=True)
+        places = self.layout().values()
+        offsets = [math.prod(place.shape[1:]) * place.offset[0] if place.shape else 0 for place in places]
+        return AdamW8bit(masters, lr=lr, betas=betas, weight_decay=decay, offsets=offsets)
+
+    def _recompute(self, count: int | None) -> Recompute | None:
+        """None: all layers are computed again. Offloaded activations need no memory, and ranks that gather layers must
+        agree on them."""
+        if count is None and (self.activations is not None or self.ranks.world_size > 1):
+            return None
+        # the free memory may not change the bits of a deterministic run
+        chosen = Recompute(self.model, count, probabilities=not self.deterministic)
+        if chosen.layers:
+            return chosen
+        if count is None:
+            return None
+        name = type(self.model).__name__
+        raise LoadError(f"the layers of {name} are computed again all or none; leave model.recompute_num_layers out")
 
     @property
     def ranks(self) -> Ranks:
@@ -102,19 +137,48 @@ class Policy:
             self.residence.rest()
 
     @contextmanager
-    def training(self) -> Iterator[None]:
-        """A context in which the module is in train mode and backward passes accumulate gradients on the masters."""
-        with on_device(self.model), nullcontext() if self.activations is None else self.activations.hooks():
+    def training(self, arriving: int = 0) -> Iterator[None]:
+        """A context in which the module is in train mode and backward passes accumulate gradients on the masters.
+        `arriving`: the bytes of other models that come to the device meanwhile."""
+        exact = deterministic_algorithms(self.device) if self.deterministic else nullcontext()
+        with on_device(self.model), exact, nullcontext() if self.activations is None else self.activations.hooks():
             hooks = [
                 self._trained[name].register_post_accumulate_grad_hook(self._collector(name)) for name in self._rounded
             ]
             self.model.train()
+            if self.recompute is not None:
+                self.recompute.begin(self._pending_bytes() + arriving)
             try:
                 yield
             finally:
                 self.model.eval()
                 for hook in hooks:
                     hook.remove()
+
+    def pack(self, rows: Sequence[Row], further_chunks: int = 0) -> PackedRows:
+        """A micro-batch to train on, within `training()`. Chooses the layers that its backward pass computes again.
+        `further_chunks`: see `Recompute.choose`."""
+        packed = pack(rows, self.device)
+        return packed if self.recompute is None else self.recompute.choose(packed, further_chunks)
+
+    def leave_free(self, size: int) -> None:
+        """The engine will take so many bytes of the device after an update; an update leaves them free if that costs no
+        recomputation."""
+        if self.recompute is not None:
+            self.recompute.spare = size
+
+    def recomputed(self) -> dict[str, float]:
+        """The mean number of layers that the micro-batches of the last update computed again, as a metric."""
+        chosen = [] if self.recompute is None else self.recompute.chosen
+        return {"perf/recomputed_layers": sum(chosen) / len(chosen)} if chosen else {}
+
+    def _pending_bytes(self) -> int:
+        """What an update allocates on the device beside activations: gradients in float32, one parameter's gradient
+        twice on its way there, and in the first update the optimizer's states."""
+        sizes = [local_tensor(p.detach()).numel() for p in self._trained.values()]
+        new = not self.optimizer.state and self.host_states is None
+        moments = (adamw8bit.BYTES if self.settings.moments_8bit else 8) * sum(sizes) if new else 0
+        return 4 * sum(sizes) + 8 * max(sizes, default=0) + int(moments)
 
     def _collector(self, name: str) -> Callable[[Tensor], None]:
         """A hook that moves a parameter's gradient to its master, so that only one low-precision gradient exists at a
@@ -124,6 +188,8 @@ class Policy:
         def collect(parameter: Tensor) -> None:
             assert parameter.grad is not None
             gradient = local_tensor(parameter.grad)
+            if gradient.device.type == "cpu":  # before torch 2.13, FSDP may still be copying it from the device
+                wait_for_stream(self.device)
             before = self._collected.get(name) if self.host_states is not None else master.grad
             if before is not None:
                 before.add_(gradient)
@@ -237,20 +303,23 @@ class Policy:
         [group] = saved["param_groups"]
         if len(group["params"]) != len(names):
             raise ValueError(f"it holds the optimizer of {len(group['params'])} parameters instead of {len(names)}")
+        if (name := group.get("optimizer", torch.optim.AdamW.__name__)) != type(self.optimizer).__name__:
+            raise ValueError(f"its optimizer is {name}; set optim.optimizer={name}, or begin a new run")
         states: dict[Tensor, dict[str, Tensor]] = {}
         for number, one in saved["state"].items():
             name = names[number]
             parameter, master = self._trained[name], self.masters[name]
-            states[master] = {key: self._loaded(name, value, parameter, master) for key, value in one.items()}
+            states[master] = {key: self._loaded(name, key, value, parameter, master) for key, value in one.items()}
         self.optimizer.state.clear()
         self.optimizer.state.update(states)
 
-    def _loaded(self, name: str, value: Any, parameter: Tensor, master: Tensor) -> Tensor:
-        if len(value.shape) and tuple(value.shape) != tuple(parameter.shape):
-            raise ValueError(f"{name} has the shape {tuple(parameter.shape)}, its optimizer state {tuple(value.shape)}")
-        own: Tensor = value[shard_place(parameter).slices] if len(value.shape) else value
+    def _loaded(self, name: str, kind: str, value: Any, parameter: Tensor, master: Tensor) -> Tensor:
+        place = adamw8bit.place_of_state(kind, shard_place(parameter))
+        if len(value.shape) and tuple(value.shape) != place.shape:
+            raise ValueError(f"{kind} of {name} should have the shape {place.shape}, and has {tuple(value.shape)}")
+        own: Tensor = value[place.slices] if len(value.shape) else value
         if self.host_states is not None:
-            return self.host_states.home_of(own.clone())
+            return self.host_states.home_of(own)
         return own.to(master.device, copy=True)  # what is on disk may be memory-mapped
 
 

@@ -87,7 +87,10 @@ class GatherWeights(Message):
 
 @dataclass(frozen=True)
 class StartEngine(Message):
-    """Start an engine over a copy of the policy in every rank."""
+    """Start an engine over a copy of the policy in every rank. A generation under a grammar may end with any of
+    `end_ids`."""
+
+    end_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -94,6 +94,13 @@ class FrozenModel:
         if self.residence is not None:
             self.residence.rest()
 
+    @property
+    def resting_bytes(self) -> int:
+        """What the model takes of its device when it comes there from main memory."""
+        if self.residence is None or not self.residence.resting:
+            return 0
+        return sum(value.nbytes for value in (*self.model.parameters(), *self.model.buffers()))
+
     @torch.no_grad()
     def __call__(self, packed: PackedRows, temperature: float) -> Tensor:
         return token_logprobs(self.model, packed, temperature).logp_M

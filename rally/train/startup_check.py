@@ -7,6 +7,10 @@ or in half precision with torch's, because the plain one rounds its scores. Comp
   mode;
 - the rollout: two turns of three episodes at once, two of which share a prompt, as the engine recorded them.
 
+A rollout in FP8 is compared without it first, then layer by layer: the product of each on random inputs, with that of
+its weight. What it records in FP8 may differ by more. An error of rounding moves some inputs to the next number of 8
+bits, and so grows within some layers to the error of FP8 itself; no two forwards in FP8 agree any better.
+
 A difference that rounding does not explain is an error that states the numbers. Nothing has been trained by then.
 
 Shapes: M compared tokens, V vocabulary.
@@ -17,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -28,9 +32,10 @@ from transformers import PreTrainedModel
 
 from rally.engines import EmbeddedEngine
 from rally.engines.base import Engine
+from rally.models.fp8 import LayerError
 from rally.models.residence import device_of, on_device
 from rally.models.sharding import ranks_of
-from rally.platforms import fork_rng
+from rally.platforms import deterministic_algorithms, fork_rng
 from rally.train.forward.fused_layers import TrainingForward, choose_training_forward, hidden_states
 from rally.train.forward.logprobs import token_logprobs
 from rally.train.loss_inputs import recorded_logprobs
@@ -56,6 +61,7 @@ WINDOWS = (
     "indexer_budget",
 )
 KEY = "trainer.startup_check"
+DETERMINISTIC = "set rollout.deterministic=false, or choose another model"
 MASKED = "groups of rows are therefore computed by its own attention function with a mask, which is exact and slower"
 ALONE = "its rows are therefore computed one at a time, which is exact and slower"
 OTHER_FORWARDS: tuple[tuple[str | None, TrainingForward, str], ...] = (
@@ -89,6 +95,13 @@ def tolerance_of(model: PreTrainedModel) -> Tolerance:
     return Tolerance(0.3, 0.03, 0.3) if getattr(model, "_supports_sdpa", False) else Tolerance(2.5, 0.13, 0.5)
 
 
+FP8_LAYER = 0.06
+"""The largest relative error of a layer on random inputs. 4-bit significands explain 0.037: each factor is off by
+0.026 on average. A wrong scale, or a copy of other weights, is off by about 1."""
+FP8_TOLERANCE = Tolerance(2.0, 0.25, 0.0)
+"""For a rollout in FP8, whose gradient nobody computes: docs/engine.md has the measurements."""
+
+
 @dataclass(frozen=True)
 class Difference:
     """By how much the log-probabilities of one forward differ from those of the plain one."""
@@ -99,12 +112,15 @@ class Difference:
     mean: float
     spread: float
     certain: bool  # most of these tokens have a probability near 1, so that their log-probabilities say little
+    k3: float = 0.0  # the mean of exp(d) - 1 - d, an estimate of the KL between the two
+    more: str = ""  # what else was measured
 
     def within(self, tolerance: Tolerance) -> bool:
         return self.largest <= tolerance.largest * self.spread and self.mean <= tolerance.mean * self.spread
 
     def __str__(self) -> str:
-        return f"{self.forward} differs by at most {self.largest:.1e} (mean {self.mean:.1e}) over {self.tokens} tokens"
+        text = f"{self.forward} differs by at most {self.largest:.1e} (mean {self.mean:.1e}) over {self.tokens} tokens"
+        return text + self.more
 
 
 def compared_rows(texts: Sequence[Sequence[int]], max_length: int) -> list[Row]:
@@ -194,6 +210,8 @@ def check_training(
         return packed
     model = policy.model
     advice = f"this model cannot be trained here; choose another one ({KEY}=false starts the run anyway)"
+    if policy.deterministic and "deterministic" in packed:  # torch names the operation
+        advice = DETERMINISTIC
     if policy.ranks.world_size > 1:
         raise StartupCheckError(f"{packed}; {advice}")
     before = model.config._attn_implementation
@@ -236,33 +254,45 @@ def check_critic(critic: Policy, rows: Sequence[Row], max_length: int, warn: Cal
     return check_training(critic, rows, max_length, warn, Readout(packed, plain))
 
 
-def check_frozen(frozen: FrozenModel, rows: Sequence[Row], max_length: int, name: str) -> None:
+def check_frozen(
+    frozen: FrozenModel, rows: Sequence[Row], max_length: int, name: str, *, deterministic: bool = False
+) -> None:
     """Compare the packed forward of a model that is not trained with its own. One that cannot be packed computes one
-    row at a time. Raises StartupCheckError, which calls it `name`, if neither agrees."""
+    row at a time. Raises StartupCheckError, which calls it `name`, if neither agrees. `deterministic`: the updates in
+    which it is asked are."""
     with frozen.awake():
         forwards: tuple[TrainingForward, ...] = ("packed", "unpacked")
         for forward in forwards:
             choose_training_forward(frozen.model, forward)
-            found = compare_forwards(frozen.model, rows, max_length)
+            found = compare_forwards(frozen.model, rows, max_length, deterministic=deterministic)
             if isinstance(found, Difference):
                 return
-    raise StartupCheckError(f"{name}: {found}; choose another model ({KEY}=false starts the run anyway)")
+    other = f"choose another model ({KEY}=false starts the run anyway)"
+    raise StartupCheckError(
+        f"{name}: {found}; {DETERMINISTIC if deterministic and 'deterministic' in str(found) else other}"
+    )
 
 
 def _compared(policy: Policy, rows: Sequence[Row], max_length: int, readout: Readout | None) -> Difference | str:
     with policy.ranks.broadcast(CompareForwards(rows, max_length)), on_device(policy.model):
-        return compare_forwards(policy.model, rows, max_length, readout)
+        return compare_forwards(policy.model, rows, max_length, readout, deterministic=policy.deterministic)
 
 
 def compare_forwards(
-    model: PreTrainedModel, rows: Sequence[Row], max_length: int, readout: Readout | None = None
+    model: PreTrainedModel,
+    rows: Sequence[Row],
+    max_length: int,
+    readout: Readout | None = None,
+    *,
+    deterministic: bool = False,
 ) -> Difference | str:
-    """The larger difference of the training forward if rounding explains it, else a sentence. All ranks call it."""
+    """The larger difference of the training forward if rounding explains it, else a sentence. All ranks call it.
+    `deterministic`: updates run under deterministic algorithms, which some operations do not have."""
     readout = readout or Readout(lambda model, packed: token_logprobs(model, packed).logp_M, plain_logprobs)
-    found = _tried(model, rows, readout)
+    found = _tried(model, rows, readout, deterministic)
     if isinstance(found, Difference):
         with _short_windows(model, max_length) as shortened:
-            again = _tried(model, rows, readout) if shortened else found
+            again = _tried(model, rows, readout, deterministic) if shortened else found
         if not isinstance(again, Difference):
             return f"{again} (with {', '.join(shortened)} shortened to {SHORT_WINDOW} to fit the compared rows)"
         found = max(found, again, key=lambda one: one.largest)
@@ -290,7 +320,7 @@ def _short_windows(model: PreTrainedModel, max_length: int) -> Iterator[list[str
             values[name] = value
 
 
-def _tried(model: PreTrainedModel, rows: Sequence[Row], readout: Readout) -> Difference | str:
+def _tried(model: PreTrainedModel, rows: Sequence[Row], readout: Readout, deterministic: bool) -> Difference | str:
     """The difference of the training forward if rounding explains it, else a sentence about it."""
     name = type(model).__name__
     forward = "its own forward"
@@ -299,7 +329,8 @@ def _tried(model: PreTrainedModel, rows: Sequence[Row], readout: Readout) -> Dif
         forward = "the training forward"
         model.train()
         watched = _watched(model)
-        with torch.set_grad_enabled(bool(watched)), fork_rng(device_of(model)):
+        exact = deterministic_algorithms(device_of(model)) if deterministic else nullcontext()
+        with torch.set_grad_enabled(bool(watched)), fork_rng(device_of(model)), exact:
             read_M = readout.packed(model, pack(rows, device_of(model)))
             gradients = _gradients(read_M, watched)
     except torch.OutOfMemoryError:
@@ -347,10 +378,11 @@ def _gradients(logp_M: Tensor, watched: Sequence[nn.Parameter]) -> Tensor:
 
 
 def _difference(forward: str, logp_M: Tensor, plain: PlainLogprobs) -> Difference:
-    off_M = (logp_M.double().cpu() - plain.logp_M.double().cpu()).abs()
-    off_M = off_M.nan_to_num(nan=math.inf)
+    d_M = plain.logp_M.double().cpu() - logp_M.double().cpu()
+    off_M = d_M.abs().nan_to_num(nan=math.inf)
     certain = int((plain.logp_M > CERTAIN).sum()) > len(off_M) // 2
-    return Difference(forward, len(off_M), float(off_M.max()), float(off_M.mean()), plain.spread, certain)
+    k3 = float((d_M.expm1() - d_M).mean())
+    return Difference(forward, len(off_M), float(off_M.max()), float(off_M.mean()), plain.spread, certain, k3)
 
 
 def _relative(gradient: Tensor, plain: Tensor) -> float:
@@ -372,20 +404,57 @@ async def check_rollout(
     if not usable:
         raise StartupCheckError(f"there is no text to compare; set {KEY}=false")
     temperature = sampling.temperature or 1.0
-    plain_params = replace(sampling, max_tokens=tokens, stop_ids=(), stop=(), ignore_eos=True)
-    found = await _rollout_difference(engine, model, usable, replace(plain_params, temperature=temperature))
+    params = replace(sampling, temperature=temperature, max_tokens=tokens, stop_ids=(), stop=(), ignore_eos=True)
+    quantized = engine.core.fp8 if isinstance(engine, EmbeddedEngine) else None
+    if not isinstance(engine, EmbeddedEngine) or quantized is None:
+        found = await _largest_difference(engine, model, usable, params)
+        return _accepted(found, _rollout_tolerance(engine, model), model, advice, "rounding")
+    with engine.unquantized():
+        found = await _largest_difference(engine, model, usable, params)
+    _accepted(found, _rollout_tolerance(engine, model), model, advice, "rounding")
+    advice = f"leave {engine.core.settings.option_names.quantization} out"
+    layers = _compared_layers(engine.core.fp8_error(), advice)
+    found = await _largest_difference(engine, model, usable, params)
+    found = replace(found, forward="the rollout in FP8", more=f", k3 {found.k3:.1e}; {layers}")
+    return _accepted(found, FP8_TOLERANCE, model, advice, "FP8")
+
+
+async def _largest_difference(
+    engine: Engine, model: PreTrainedModel, prompts: Sequence[Sequence[int]], params: SamplingParams
+) -> Difference:
+    found = await _rollout_difference(engine, model, prompts, params)
     if found.certain and isinstance(engine, EmbeddedEngine):  # a peaked distribution hides mistakes
-        flat = replace(plain_params, temperature=FLATTER * temperature)
-        found = max(found, await _rollout_difference(engine, model, usable, flat), key=lambda one: one.largest)
+        flat = replace(params, temperature=FLATTER * params.temperature)
+        found = max(found, await _rollout_difference(engine, model, prompts, flat), key=lambda one: one.largest)
+    return found
+
+
+def _rollout_tolerance(engine: Engine, model: PreTrainedModel) -> Tolerance:
     tolerance = tolerance_of(model)
-    if not isinstance(engine, EmbeddedEngine):  # other kernels, possibly on another device
-        tolerance = Tolerance(max(tolerance.largest, 1e-2), max(tolerance.mean, 2e-3), tolerance.gradient)
+    if isinstance(engine, EmbeddedEngine):
+        return tolerance
+    # other kernels, possibly on another device
+    return Tolerance(max(tolerance.largest, 1e-2), max(tolerance.mean, 2e-3), tolerance.gradient)
+
+
+def _accepted(found: Difference, tolerance: Tolerance, model: PreTrainedModel, advice: str, cause: str) -> Difference:
+    """The difference, or StartupCheckError if it is more than `cause` explains."""
     if not found.within(tolerance):
         raise StartupCheckError(
-            f"the engine does not sample from {type(model).__name__} as the model computes it: {found}, and rounding "
+            f"the engine does not sample from {type(model).__name__} as the model computes it: {found}, and {cause} "
             f"explains {tolerance.mean * found.spread:.1e}; {advice}"
         )
     return found
+
+
+def _compared_layers(worst: LayerError, advice: str) -> str:
+    """StartupCheckError if FP8 does not explain the error of the worst layer."""
+    if worst.relative > FP8_LAYER:
+        raise StartupCheckError(
+            f"{worst.name} is not computed correctly in FP8: for random inputs its outputs are off by "
+            f"{worst.relative:.1%}, and FP8 explains {FP8_LAYER:.0%}; {advice}"
+        )
+    return f"its layers alone differ by at most {worst.relative:.1%}"
 
 
 async def _rollout_difference(
@@ -403,7 +472,11 @@ async def _rollout_difference(
     forward, name = "the engine", type(model).__name__
     try:
         episodes = (episode(i, p, prompts[-1]) for i, p in enumerate((prompts[0], prompts[0], prompts[-1])))
-        rows = [Row.of(history, number) for number, history in enumerate(await asyncio.gather(*episodes))]
+        outcomes = await asyncio.gather(*episodes, return_exceptions=True)  # none goes on when another one has failed
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+        rows = [Row.of(one, number) for number, one in enumerate(outcomes) if isinstance(one, Segment)]
         recorded_M = recorded_logprobs(rows)
         forward = "its own forward"
         with ranks_of(model).broadcast(ComputePlain(rows, params.temperature)), on_device(model):

@@ -195,6 +195,19 @@ class Teachers:
         """The rows of each teacher that has any: a micro-batch has one teacher."""
         return [found for i in range(len(self.models)) if (found := [row for row in rows if row.teacher == i])]
 
+    @property
+    def largest_resting(self) -> int:
+        """The bytes of the largest teacher that is in main memory and comes to the device when it is asked."""
+        return max((one.resting_bytes for one in self.models.values() if isinstance(one, FrozenModel)), default=0)
+
+    @property
+    def chunks(self) -> int:
+        """How often the divergence holds a chunk of the policy's logits in float32, in both passes. Measured."""
+        mode = self.settings.mode
+        if mode in FULL:
+            return 8 if mode == "jsd_full" else 5
+        return int(mode == TOPK)
+
     @contextmanager
     def resting(self) -> Iterator[None]:
         """A context after which every teacher is where it rests."""

@@ -31,7 +31,7 @@ from rally.train.forward.logprobs import LogitsFunction, TokenLogprobs, token_lo
 from rally.train.forward.router_replay import fitted_row, recorded_rows
 from rally.train.loss_inputs import corrected_rows, fresh_tokens, marked_rows, over_rows, recorded_logprobs
 from rally.train.micro_batches import MicroBatchLimits, Round, in_order, micro_batches_for, parts_of, share_of
-from rally.train.packing import PackedRows, Row, pack
+from rally.train.packing import PackedRows, Row
 from rally.train.policy import Policy
 from rally.train.rank_messages import ComputeReference, UpdatePolicy
 from rally.train.reference import Reference
@@ -231,7 +231,7 @@ def update_policy(
         if settings.correction.per_step:
             with timed("old_log_prob"):
                 batch, correction = _corrected(policy, batch, settings)
-        with policy.training():
+        with policy.training(0 if teachers is None else teachers.largest_resting):
             for epoch in range(settings.epochs):
                 order = visit_order(batch.num_groups, settings.shuffle_seed, step, epoch)
                 for number, members in enumerate(batch.mini_batches(settings.mini_batch_groups, order)):
@@ -240,7 +240,7 @@ def update_policy(
                     progress()
         rate = policy.optimizer.param_groups[0]["lr"]
         policy.advance()
-        return {**metrics.result(policy.ranks), **correction, "actor/lr": rate}
+        return {**metrics.result(policy.ranks), **correction, **policy.recomputed(), "actor/lr": rate}
 
 
 def _routed_rows(policy: Policy, rows: Sequence[Row], settings: UpdateSettings) -> list[Row]:
@@ -343,7 +343,7 @@ def _mini_batch(
     rounds = [one for some in apart for one in micro_batches_for(policy.ranks, some, settings.limits)]
     shares = share_of(policy.ranks, rounds)
     for part in shares:
-        packed = pack(part.rows, policy.device)
+        packed = policy.pack(part.rows, 0 if teachers is None else teachers.chunks)
         view = None if teachers is None else teachers(packed, part.rows)
         loss_M, result = _loss(policy, packed, weights_N, settings, reference, view)
         (loss_M.sum() * part.counts).backward()

@@ -36,6 +36,12 @@ def main(seconds: float, command: list[str]) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
+def end_with_parent() -> None:
+    """The kernel kills this process when the thread that started it ends: also if it hangs or is stopped, and does not
+    notice the end of its input."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _end_with_guard() -> None:
     """The kernel kills the server if the guard itself is killed."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

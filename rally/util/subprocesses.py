@@ -7,15 +7,18 @@ own, which `kill_group` kills.
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rally.util.private_files import private_folder
 
@@ -25,6 +28,18 @@ def kill_group(pid: int) -> None:
     may give the number to another process."""
     with suppress(ProcessLookupError, PermissionError):  # it has ended; a zombie is one or the other, by the system
         os.killpg(pid, signal.SIGKILL)
+
+
+def start_tied(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+    """Start a Python program that calls `end_with_parent`. The thread that starts it lives as long as this program;
+    that of the caller may end earlier, and the program with it."""
+    return _starter(os.getpid()).submit(lambda: subprocess.Popen(command, **options)).result()
+
+
+@functools.cache
+def _starter(pid: int) -> ThreadPoolExecutor:
+    """One for each process: a fork has no threads."""
+    return ThreadPoolExecutor(1, thread_name_prefix="rally-starter")
 
 
 MAX_OUTPUT = 1_000_000

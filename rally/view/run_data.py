@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -246,10 +247,19 @@ def open_runs(paths: Sequence[Path], tokenizer: str | None = None) -> list[RunDa
         if not path.is_dir():
             raise RallyError(f"there is no run folder at {path}; name the folder of a run")
         if not any((path / name).exists() for name in ("metrics.jsonl", "episodes")):
-            raise RallyError(f"{path} is not a run folder: it has neither metrics.jsonl nor episodes/")
+            raise RallyError(
+                f"{path} is not a run folder: it has neither metrics.jsonl nor episodes/{_runs_inside(path)}"
+            )
     whole = [path.resolve() for path in paths]
     found = given_tokenizer(tokenizer) if tokenizer else None
     return [RunData(path, _short_name(path, whole), found) for path in whole]
+
+
+def _runs_inside(path: Path) -> str:
+    """Which run folders are one or two levels below: the folder that holds the runs is a common mistake."""
+    below = islice((file.parent for level in ("*", "*/*") for file in path.glob(f"{level}/metrics.jsonl")), 4)
+    names = ", ".join(sorted(str(run) for run in below))
+    return f"; name runs inside it, such as {names}" if names else "; name the folder of a run"
 
 
 def _short_name(path: Path, all_paths: Sequence[Path]) -> str:

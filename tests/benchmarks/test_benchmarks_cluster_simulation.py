@@ -3,10 +3,21 @@
 import asyncio
 import dataclasses
 import json
+import sys
+from pathlib import Path
 
 import pytest
 
-from benchmarks.cluster_simulation import CLUSTERS, SCHEDULES, SimulatedServer, VirtualTimeLoop, drawing, page, simulate
+from benchmarks.cluster_simulation import (
+    CLUSTERS,
+    SCHEDULES,
+    SimulatedServer,
+    VirtualTimeLoop,
+    drawing,
+    main,
+    page,
+    simulate,
+)
 from rally.train.async_trainer import AsyncSettings
 from rally.types import SamplingParams
 
@@ -14,7 +25,9 @@ SMALL = dataclasses.replace(CLUSTERS[8], gpus=4, trainer_gpus=2, groups=6, n=2, 
 BY_NAME = {schedule.name: schedule for schedule in SCHEDULES}
 
 
-def test_staleness_never_exceeds_its_bound_and_asynchronous_steps_are_faster() -> None:
+def test_staleness_never_exceeds_its_bound_and_asynchronous_steps_are_faster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     outcomes = {schedule.name: simulate(SMALL, schedule)._asdict() for schedule in SCHEDULES}
     for schedule in SCHEDULES:
         assert max(outcomes[schedule.name]["staleness"]) <= schedule.settings.max_staleness
@@ -24,6 +37,11 @@ def test_staleness_never_exceeds_its_bound_and_asynchronous_steps_are_faster() -
     assert rates[1] > rates[0]
     written = page({"8": json.loads(json.dumps(outcomes))})
     assert "| asynchronous, bound 4 |" in written and "fixed lag" in drawing(outcomes)
+    kept, place = tmp_path / "outcomes.json", tmp_path / "new" / "page.md"
+    kept.write_text(json.dumps({"8": outcomes}))
+    monkeypatch.setattr(sys, "argv", ["simulation", "--cluster", "8", "--json", str(kept), "--page", str(place)])
+    main()  # what is kept is not simulated again
+    assert place.read_text() == written and (tmp_path / "new/images/cluster_8.svg").exists()
 
 
 def test_failing_servers_lose_no_group() -> None:

@@ -43,6 +43,10 @@ def test_engine_and_trainer_agree_over_a_saved_model(
     printed = {name.strip(): value for name, value in printed.items()}
     assert int(printed["tokens compared"]) >= 5 and float(printed["mean k3"]) < 1e-9
     assert float(printed["largest |d|"]) < 1e-4
+    mismatch.main([*chosen, "--prompts", str(tmp_path / "rows.jsonl"), "--quantization", "fp8"])
+    printed = dict(line.rsplit("  ", 1) for line in capsys.readouterr().out.splitlines()[1:])
+    printed = {name.strip(): value for name, value in printed.items()}
+    assert 1e-4 < float(printed["mean |d|"]) < float(printed["largest |d|"]) < 1
 
 
 def test_a_trainer_with_other_weights_is_seen(folder: Path) -> None:

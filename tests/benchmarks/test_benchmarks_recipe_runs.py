@@ -77,15 +77,18 @@ def test_plans_are_known_by_name_and_runs_that_are_there_are_left_alone(
 )
 def test_every_command_is_one_that_its_recipe_takes(here: Path, stage: Stage) -> None:
     command, _, recipe, *keys = stage.words
+    for key in keys:
+        if "checkpoints/" in key:  # of an earlier stage
+            (here / key.partition("=")[2]).mkdir(parents=True)
     for one in list_recipes():
         for needed in read_document(one.path).notes.needs:
-            (here / needed).mkdir(parents=True, exist_ok=True)
-            for rows in ("train", "test", "sft"):
-                (here / needed / f"{rows}.parquet").touch()
+            (here / needed / "bin").mkdir(parents=True, exist_ok=True)
+            for made in ("train.parquet", "test.parquet", "sft.parquet", "sft.jsonl", "bin/python"):
+                (here / needed / made).touch()
     if command == "sft":
         assert load_sft_config(find_recipe(recipe, "sft"), keys).trainer.run_dir == stage.folder
         return
-    trainer = load_config(find_recipe(recipe, "train"), keys).trainer
+    trainer = load_config(find_recipe(recipe, "eval" if command == "eval" else "train"), keys).trainer
     assert trainer.run_dir == stage.folder
     assert stage.steps in (None, trainer.total_training_steps)
     assert command == "eval" or trainer.total_training_steps % trainer.test_freq == 0, "the last step is validated"

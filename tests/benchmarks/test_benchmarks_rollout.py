@@ -112,6 +112,12 @@ def test_an_unknown_name_is_one_sentence(option: str, capsys: pytest.CaptureFixt
     assert exit_.value.code == 2 and "there is no" in capsys.readouterr().err
 
 
+def test_fp8_is_for_our_engines(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        rollout.main(["--shape", "tiny", "--engine", "embedded,hf", "--quantization", "fp8"])
+    assert "--quantization is for engines of Rally, not for hf; leave them out" in capsys.readouterr().err
+
+
 def test_sglang_answers_are_read_as_it_writes_them(monkeypatch: pytest.MonkeyPatch) -> None:
     class Engine:
         def __init__(self, **settings: Any) -> None:

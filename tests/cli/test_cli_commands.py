@@ -9,6 +9,7 @@ import pytest
 from rally import __version__
 from rally.cli.main import main
 from rally.cli.os_errors import os_error_message
+from rally.types import RallyError
 
 
 def said(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int = 2) -> str:
@@ -37,6 +38,16 @@ def test_a_key_with_dashes_is_told_how_keys_are_written(
 
 def test_the_version_is_an_option_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert said(["--version"], monkeypatch, capsys, code=0) == f"rally {__version__}\n"
+
+
+def test_control_characters_that_a_message_quotes_do_not_reach_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*given: object, **named: object) -> None:
+        raise RallyError("the environment raised ValueError: \x1b[2J\x9b31m")
+
+    monkeypatch.setattr(sys.modules["rally.cli.main"], "app", fails)
+    assert said(["env", "list"], monkeypatch, capsys) == "rally: the environment raised ValueError: \\x1b[2J\\x9b31m\n"
 
 
 def test_a_place_that_cannot_be_written_is_a_sentence(

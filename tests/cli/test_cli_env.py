@@ -1,5 +1,6 @@
-"""`rally env list` and `rally env try`: one episode by hand and with a model."""
+"""`rally env list`, `rally env make`, and `rally env try`: one episode by hand and with a model."""
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,8 @@ from typer.testing import CliRunner
 from rally.chat import tiny_tokenizer
 from rally.cli.main import app
 from rally.demo.training_stages import small_model
-from rally.envs import registry
-from rally.envs.registry import EnvAdapter
+from rally.envs import EnvError, registry
+from rally.envs.registry import ADAPTERS, EnvAdapter
 
 RIDDLE = """
 from rally.envs import Environment, tool_reply
@@ -63,3 +64,29 @@ def test_adapters_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
         and "your own" in listed.output
     )
     assert "there is no adapter" in str(CliRunner().invoke(app, ["env", "list", "nothing"]).exception)
+
+
+def test_an_adapter_is_installed_into_an_environment_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+
+    def done(command: list[str]) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        (tmp_path / "made").mkdir(exist_ok=True)
+        return subprocess.CompletedProcess(command, int(len(commands) == 4))
+
+    monkeypatch.setattr("rally.cli.env.subprocess.run", done)
+    CliRunner().invoke(app, ["env", "make", "bfcl", "--out", str(tmp_path / "made")], catch_exceptions=False)
+    venv, install = commands
+    assert venv[1:] == ["-m", "venv", str(tmp_path / "made")]
+    assert install[0] == str(tmp_path / "made" / "bin" / "python") and "--no-deps" in install
+    assert set(ADAPTERS["bfcl"].requirements) <= set(install)
+    with pytest.raises(EnvError, match="made exists already"):
+        CliRunner().invoke(app, ["env", "make", "bfcl", "--out", str(tmp_path / "made")], catch_exceptions=False)
+    (tmp_path / "made").rmdir()
+    with pytest.raises(EnvError, match=r"pip install .* failed; its output says why"):
+        CliRunner().invoke(app, ["env", "make", "bfcl", "--out", str(tmp_path / "made")], catch_exceptions=False)
+    assert not (tmp_path / "made").exists(), "a part would be taken for the whole"
+    with pytest.raises(EnvError, match="knows bfcl, not 'tau2'"):
+        CliRunner().invoke(app, ["env", "make", "tau2", "--out", str(tmp_path / "other")], catch_exceptions=False)

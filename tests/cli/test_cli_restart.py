@@ -48,6 +48,24 @@ def test_progress_allows_more_restarts_and_a_kill_is_a_loss(tmp_path: Path) -> N
     assert (code, runs) == (0, 8) and notes[-1] == "starting the run again from step 7 (restart 1)"
 
 
+def test_an_abort_is_a_loss(tmp_path: Path) -> None:
+    """torch aborts a process whose NCCL operation fails because another rank is gone."""
+    code, runs, notes = run(tmp_path, "if runs < 2: os.abort()")
+    assert (code, runs) == (0, 2) and "SIGABRT" in notes[0] and "(restart 1)" in notes[1]
+
+
+def test_a_run_goes_on_from_its_own_checkpoint_wherever_it_first_began(tmp_path: Path) -> None:
+    """`resume_mode=resume_path` would go back to the same old checkpoint after every loss."""
+    given = tmp_path / "given"
+    told = f"open({str(given)!r}, 'a').write(' '.join(sys.argv[1:]) + '\\n')\n"
+    saves = f"if runs > 1: os.makedirs(f'{tmp_path}/checkpoints/global_step_{{runs + 5}}', exist_ok=True)\n"
+    (tmp_path / "checkpoints/global_step_3").mkdir(parents=True)  # of an earlier run
+    code, runs, _ = run(tmp_path, f"{told}{saves}sys.exit({LOST_EXIT_CODE} if runs < 4 else 0)")
+    assert (code, runs) == (0, 4)
+    own = "trainer.resume_mode=auto trainer.resume_from_path=null"
+    assert given.read_text().splitlines() == ["", "", own, own], "it had written none when it was lost first"
+
+
 @pytest.mark.parametrize(("program", "expected"), [("sys.exit(2)", 2), ("os.kill(os.getpid(), signal.SIGSEGV)", 139)])
 def test_an_error_is_no_loss(tmp_path: Path, program: str, expected: int) -> None:
     assert run(tmp_path, program) == (expected, 1, [])

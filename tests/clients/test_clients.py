@@ -124,6 +124,10 @@ def test_completions_of_a_server(python: str, served: ServerAddress) -> None:
     assert outcome(python, "openai completions with echo, top_logprobs", served).endswith("tokens")
 
 
+def test_error_classes_of_a_server(python: str, served: ServerAddress) -> None:
+    assert outcome(python, "litellm error classes", served)
+
+
 def test_lm_eval_gets_the_logprobs_of_the_model(python: str, served: ServerAddress, tmp_path: Path) -> None:
     TOKENIZER.save_pretrained(tmp_path)
     scored = json.loads(outcome(python, "lm_eval loglikelihood", served, RALLY_TOKENIZER=str(tmp_path)))

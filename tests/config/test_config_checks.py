@@ -1,10 +1,16 @@
 """Checks of keys against each other: equivalent keys, contradictions, missing files, and derived values."""
 
+import json
 from pathlib import Path
 
 import pytest
+from small_models import make_model
 
+from rally.cli.serve import _drafts
 from rally.config import Config, ConfigError, load_config
+from rally.config.checks import consistency
+from rally.runs.build.engines import launch_of
+from rally.runs.build.rollout import engine_settings_of
 
 C = "algorithm.rollout_correction"
 A, M, R = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
@@ -314,6 +320,14 @@ def test_missing_gpus_are_reported(monkeypatch: pytest.MonkeyPatch, gpus: int, l
     assert message in error_text(line)
 
 
+def test_ranks_may_share_gpus_in_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rally.config.checks.consistency.count_gpus", lambda _: 1)
+    monkeypatch.setenv("RALLY_RANKS_SHARE_GPUS", "gloo")
+    assert load("trainer.n_gpus_per_node=2").trainer.world_size == 2
+    monkeypatch.setattr("rally.config.checks.consistency.count_gpus", lambda _: 0)
+    assert "is more than the 0 GPUs of this machine" in error_text("trainer.n_gpus_per_node=2")
+
+
 def test_one_gpu_means_the_cpu_on_a_machine_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rally.config.checks.consistency.count_gpus", lambda _: 0)
     assert load("trainer.n_gpus_per_node=1").trainer.device == "auto"
@@ -382,17 +396,61 @@ def test_shaping_without_effect_or_with_the_wrong_sign_is_reported() -> None:
             ["actor_rollout_ref.rollout.enable_rollout_routing_replay=true"],
             "enable_rollout_routing_replay=true has no effect with .*mode=disabled; set that to R3",
         ),
-        (
-            [
-                "actor_rollout_ref.rollout.enable_rollout_routing_replay=true",
-                "actor_rollout_ref.actor.router_replay.mode=R3",
-                "actor_rollout_ref.rollout.name=rally",
-            ],
-            "name=rally does not return expert choices; set .*mode=R2",
-        ),
         (["actor_rollout_ref.actor.router_replay.record_file=x"], "router_replay.record_file"),
     ],
 )
 def test_router_replay_needs_a_rollout_that_records(overrides: list[str], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         load_config(overrides=overrides)
+
+
+DRAFTS = f"{R}.speculative_config"
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ([f"{DRAFTS}.num_speculative_tokens=3"], f"has no effect without {DRAFTS}.method"),
+        ([f"{DRAFTS}.method=ngram", f"{DRAFTS}.prompt_lookup_min=9"], "is more than prompt_lookup_max=4"),
+        ([f"{DRAFTS}.method=ngram", f"{R}.deterministic=true"], "changes the last bits"),
+        ([f"{DRAFTS}.method=ngram", f"{R}.name=vllm"], f"{R}.engine_kwargs.vllm"),
+        (
+            [f"{DRAFTS}.method=ngram", f"{R}.name=rally", f"{R}.mode=server", f"{R}.server.url=http://127.0.0.1:1"],
+            "no effect on servers that already run",
+        ),
+    ],
+)
+def test_drafts_that_could_not_be_used_are_an_error(lines: list[str], words: str) -> None:
+    assert words in error_text(*lines)
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ([f"{R}.name=vllm"], "is built for actor_rollout_ref.rollout.name=embedded: nobody has tried whether vllm"),
+        ([f"{R}.name=sglang"], "nobody has tried whether sglang quantises new weights"),
+        ([f"{R}.name=rally"], "does not work with servers, whose samples must agree with the trainer's own weights"),
+        (["trainer.n_gpus_per_node=2"], "does not work with engines of several ranks"),
+        (["trainer.n_gpus_per_node=2", "trainer.v1.trainer_mode=colocate_async"], "does not work with servers"),
+        ([f"{R}.deterministic=true"], "exclude each other: training does not compute in FP8"),
+        ([f"{R}.enable_rollout_routing_replay=true"], "does not support models with experts"),
+        ([f"{R}.quantization_config_file=x.json"], "quantization_config_file=x.json is not built yet"),
+    ],
+)
+def test_what_fp8_does_not_work_with_is_an_error(lines: list[str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(consistency, "count_gpus", lambda _: 2)
+    assert words in error_text(f"{R}.quantization=fp8", *lines)
+
+
+def test_fp8_reaches_the_engine() -> None:
+    assert engine_settings_of(load(f"{R}.quantization=fp8")).quantization == "fp8"
+    assert engine_settings_of(load()).quantization is None
+
+
+def test_drafts_reach_the_engine_and_servers_of_rally() -> None:
+    lines = [f"{DRAFTS}.method=ngram", f"{DRAFTS}.prompt_lookup_min=1"]
+    drafts = engine_settings_of(load(*lines)).speculation
+    assert drafts is not None and drafts.prompt_lookup_min == 1 and drafts.num_speculative_tokens == 4
+    assert engine_settings_of(load()).speculation is None
+    sent = launch_of(load(*lines, f"{R}.name=rally"), make_model()).extra["speculative_config"]
+    assert _drafts(json.dumps(sent)) == drafts

@@ -280,7 +280,7 @@ def test_values_equal_to_the_default_behaviour_load(line: str) -> None:
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        (f"{R}.quantization=fp8", f"{R}.quantization=fp8 is not built yet; leave it out."),
+        (f"{R}.quantization=awq", f"{R}.quantization=awq is not built yet; use fp8."),
         (
             f"{R}.do_sample=false",
             f"{R}.do_sample=false is not supported: training always samples; val_kwargs sets validation; "
@@ -315,13 +315,13 @@ def test_all_mistakes_are_reported_at_once_one_line_each() -> None:
         f"{A}.use_kl_loss=true",
         "nonsense",
         "trainer.seed=x",
-        f"{R}.quantization=fp8",
+        f"{R}.quantization=awq",
         f"{R}.n=0",
         f"{R}.do_sample=false",
         "algorithm.use_kl_in_reward=true",
     )
     lines = error_text(*given).splitlines()
-    expected = ("data.shufle", "count the KL twice", "nonsense", "trainer.seed is x", "quantization=fp8", "n is 0")
+    expected = ("data.shufle", "count the KL twice", "nonsense", "trainer.seed is x", "quantization=awq", "n is 0")
     for part, line in zip((*expected, "do_sample=false"), lines, strict=True):
         assert part in line
 
@@ -329,3 +329,8 @@ def test_all_mistakes_are_reported_at_once_one_line_each() -> None:
 def test_a_check_that_depends_on_a_misspelled_key_is_not_reported() -> None:
     lines = error_text("data.train_batchsize=512", f"{A}.ppo_mini_batch_size=256", f"{R}.temperature=0")
     assert [line.split()[0] for line in lines.splitlines()] == ["unknown", f"{R}.temperature=0"]
+
+
+def test_a_misspelled_key_of_a_mode_that_is_not_used_is_reported() -> None:
+    with pytest.raises(ConfigError, match="fixed_lag"):
+        load_config(overrides=["trainer.v1.separate_async.ixed_lag=true"])

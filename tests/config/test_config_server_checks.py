@@ -69,6 +69,10 @@ def test_valid_combinations_load(lines: tuple[str, ...]) -> None:
         (("name=rally", "checkpoint_engine.backend=ipc"), "backend has no effect with"),
         (("name=vllm", "checkpoint_engine.backend=delta"), "vllm loads whole models and cannot apply deltas; use"),
         (("name=rally", "checkpoint_engine.full_every=3"), "full_every has no effect with"),
+        (
+            ("name=rally", "checkpoint_engine.backend=nccl", "checkpoint_engine.full_every=3"),
+            "full_every has no effect",
+        ),
     ],
 )
 def test_an_invalid_combination_is_one_sentence(lines: tuple[str, ...], message: str) -> None:

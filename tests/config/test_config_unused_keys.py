@@ -26,6 +26,11 @@ HF = "[model, optimizer, extra, hf_model]"
             "set lr_scheduler_type",
         ),
         ((GAE, "critic.optim.min_lr_ratio=0.1"), "critic.optim.min_lr_ratio=0.1", "lr_scheduler_type=cosine"),
+        (
+            (GAE, "critic.model={enable_gradient_checkpointing: false, recompute_num_layers: 2}"),
+            "critic.model.recompute_num_layers=2",
+            "leave it out",
+        ),
         ((f"{A}.checkpoint.load_contents={HF}",), f"{A}.checkpoint.load_contents=hf_model", "leave it out"),
         ((GAE, f"critic.checkpoint.save_contents={HF}"), "critic.checkpoint.save_contents=hf_model", "leave it out"),
     ],

@@ -296,6 +296,28 @@ def test_verls_fully_asynchronous_trainer_in_the_keys_of_separate_async() -> Non
     assert config.separate and config.batches_ahead == 0.5 and not config.fixed_lag
     assert with_rollout_servers(config).rollout.data_parallel_size == 2
     assert "gen_batch_size" in note and "concurrent_samples_per_replica" in note
+    assert config.rollout.checkpoint_engine.backend == "nccl"
+
+
+@pytest.mark.parametrize(
+    ("lines", "backend"),
+    [
+        (SEPARATE, "nccl"),
+        ((f"{R}.name=rally",), "nccl"),
+        ((f"{R}.name=vllm",), "naive"),  # on the trainer's GPUs
+        ((*SEPARATE, f"{R}.name=sglang"), "naive"),
+    ],
+)
+def test_weights_are_broadcast_to_servers_that_take_them(lines: tuple[str, ...], backend: str) -> None:
+    config, note = load(*lines, f"{R}.checkpoint_engine.backend=nccl")
+    assert config.rollout.checkpoint_engine.backend == backend
+    assert ("weights take the fastest way" in note) == (backend == "naive")
+
+
+def test_a_running_vllm_cannot_join_a_broadcast() -> None:
+    words = ("name=vllm", "mode=server", "server.url=http://a", "checkpoint_engine.backend=nccl")
+    with pytest.raises(ConfigError, match="only a vLLM that the run starts can join its broadcasts"):
+        load(*SEPARATE, *(f"{R}.{word}" for word in words))
 
 
 def test_the_keys_of_separate_async() -> None:

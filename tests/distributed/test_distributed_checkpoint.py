@@ -5,6 +5,7 @@ import os
 import resource
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -48,6 +49,7 @@ CASES = {
     "whole": Case(settings(), dtype=HALF),
     "offloaded": Case(settings(), offload=OffloadSettings(optimizer=True, bucket_bytes=20_000)),
     "adapters": Case(settings(), lora=True, dtype=HALF),
+    "8 bits": Case(settings(), dtype=HALF, moments_8bit=True),
 }
 
 
@@ -182,8 +184,8 @@ def test_a_missing_or_incomplete_shard_is_named(written: tuple[Path, dict[str, E
 LARGE = 20_000  # bytes, less than the shards of a rank, more than the store through which ranks report
 
 
-def full_disk(rank: int, count: int, place: Path, folder: Path) -> None:
-    """Rank 1 can write no large file."""
+def troubled(rank: int, count: int, place: Path, folder: Path) -> None:
+    """Rank 1 can at first write no large file. Later rank 0 sees what it has written late, and then never."""
     group = group_of(rank, count, place)
     parts = parts_for(CASES["whole"], First(group) if rank == 0 else Worker(group))
     if rank == 0:
@@ -192,25 +194,48 @@ def full_disk(rank: int, count: int, place: Path, folder: Path) -> None:
         with pytest.raises(CheckpointError, match=r"step 1 cannot be written to .*rank 1: .*[Ff]ile too large"):
             store.wait()
         assert not (folder / "global_step_1").exists()
-        store.save(2, parts.policy, tiny_tokenizer())
-        store.wait()
-        assert damage(folder / "global_step_2") is None
+        for step in (2, 3):
+            store.save(step, parts.policy, tiny_tokenizer())
+            store.wait()
+            assert damage(folder / f"global_step_{step}") is None
+            assert open_checkpoint(folder / f"global_step_{step}").state()
+        state_shards.SEEN_SECONDS = 0.5
+        store.save(4, parts.policy, tiny_tokenizer())
+        with pytest.raises(CheckpointError, match=r"trainer_shards/rank_1_of_2.safetensors, which another rank has"):
+            store.wait()
+        assert not (folder / "global_step_4").exists()
     else:
+        state_shards.sync = hide  # type: ignore[attr-defined]
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (LARGE, resource.RLIM_INFINITY))
         parts.execute(group.receive())
         message = group.receive()  # the first one has been reported by then
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         parts.execute(message)
+        for _ in range(2):
+            parts.execute(group.receive())
     dist.barrier()
     dist.destroy_process_group()
+
+
+def hide(path: Path) -> None:
+    """A network file system may list a new file of another machine late: in step 3, and never in step 4."""
+    sync(path)
+    if seconds := next((n for step, n in (("_3", 1.0), ("_4", 1e6)) if f"global_step{step}" in str(path)), None):
+        away = path.rename(path.with_name("elsewhere"))
+        timer = threading.Timer(seconds, lambda: away.rename(path))
+        timer.daemon = True
+        timer.start()
 
 
 @pytest.mark.drill(
     "reliability", "The disk of another rank is full", "The run stops with a sentence that names the rank"
 )
-def test_a_full_disk_of_another_rank_is_named(tmp_path: Path) -> None:
-    together(full_disk, 2, tmp_path / "rendezvous", tmp_path / "checkpoints")
+@pytest.mark.drill(
+    "reliability", "A network file system shows the shards of other ranks late", "The checkpoint waits for all of them"
+)
+def test_a_checkpoint_has_the_shards_of_all_ranks_or_one_is_named(tmp_path: Path) -> None:
+    together(troubled, 2, tmp_path / "rendezvous", tmp_path / "checkpoints")
 
 
 class ForkedWorker:

@@ -7,21 +7,25 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from rally import distributed
 from rally.config import load_config
 from rally.distributed import controller as controller_module
 from rally.distributed import process_group
 from rally.distributed.controller import Controller, ControllerSettings, LostRank
 from rally.distributed.process_group import Rendezvous
+from rally.nodes import LOCAL
 from rally.runs.build.models import RunPlan
 from rally.train.rank_messages import GatherWeights, Shutdown
 from rally.types import RallyError
 from rally.util.subprocesses import ServerProcess
 
+RAY = ["trainer.nnodes=2", "trainer.node_heartbeat_timeout=30"]
 PLAN = RunPlan(load_config(overrides=["trainer.n_gpus_per_node=2", "trainer.device=cpu"]), None, 1)
 
 
@@ -42,7 +46,7 @@ def test_gpus_open_no_port_to_other_machines(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
     monkeypatch.delenv("NCCL_SOCKET_IFNAME")  # so that what is set here is taken back
     monkeypatch.setattr(process_group.torch.cuda, "set_device", lambda rank: None)
-    monkeypatch.setattr(process_group, "init_device_mesh", lambda device, shape: None)
+    monkeypatch.setattr(process_group.ProcessGroup, "_whole_mesh", lambda self: None)
     for name in ("init_process_group", "new_group"):
         monkeypatch.setattr(process_group.dist, name, lambda *given, **named: None)
     process_group.ProcessGroup(0, 1, Rendezvous(place=str(tmp_path / "rendezvous"), secret="none"), "cuda", 1.0)
@@ -70,7 +74,7 @@ def test_a_process_without_the_secret_is_no_rank(monkeypatch: pytest.MonkeyPatch
 
         monkeypatch.setattr(process_group.dist, "all_gather", all_gather)
 
-    answering(lambda number, _: process_group._proof(secret, number, 1))
+    answering(lambda number, _: process_group.membership_proof(secret, number, 1))
     group._check_members(["world", "numbers", "messages"])
     assert len(asked) == 3
     for wrong in (lambda number, mine: mine, lambda number, mine: torch.zeros(32, dtype=torch.uint8)):
@@ -143,6 +147,23 @@ async def test_a_rollout_does_not_go_on_without_a_rank(controller: Controller) -
             await asyncio.sleep(30)
 
 
+async def test_an_error_of_rank_0_is_not_replaced_by_the_loss_that_follows_it(controller: Controller) -> None:
+    """All ranks raise it if a gradient diverges, and the others end first: rank 0 still closes its episodes."""
+
+    async def update() -> None:
+        try:
+            with controller._computation():
+                raise RallyError("the gradient is not finite")
+        finally:
+            await asyncio.sleep(2)
+
+    watched(controller)
+    with pytest.raises(RallyError, match="the gradient is not finite"):
+        async with asyncio.timeout(10), controller.watch():
+            await update()
+    assert controller._loss is not None
+
+
 async def test_what_is_cancelled_for_another_reason_is_cancelled(controller: Controller) -> None:
     async def rollout() -> None:
         async with controller.watch():
@@ -172,13 +193,35 @@ def test_a_computation_that_hangs_without_a_rank_ends_the_program(
     assert ("rally: rank 1 of 2" in capfd.readouterr().err) == stuck
 
 
-def test_a_rank_that_hangs_is_not_waited_for_forever(controller: Controller, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(controller_module, "NOTICE_SECONDS", 0.1)
+def test_a_broken_connection_is_a_lost_rank_as_soon_as_that_is_known(controller: Controller) -> None:
+    """Its process ends after 0.3 s. A node that hangs or is cut off is known to be lost after its heartbeats only."""
+    watched(controller)
+    controller.settings = replace(controller.settings, notice_seconds=60.0)
+    with pytest.raises(LostRank, match="rank 1 of 2"), controller._computation():
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:4242")
+    several, one = (
+        load_config(overrides=["trainer.device=cpu", *keys]) for keys in (RAY, ["trainer.n_gpus_per_node=2"])
+    )
+    seconds = [
+        distributed._settings(config, config.actor.fsdp_config, 600.0, nodes).notice_seconds
+        for config, nodes in ((several, [LOCAL, LOCAL]), (one, [LOCAL]))
+    ]
+    assert seconds[0] > 30 > seconds[1]
+
+
+def test_memory_that_runs_out_is_told_at_once(controller: Controller) -> None:
+    controller.settings = replace(controller.settings, notice_seconds=1e9)
+    with pytest.raises(torch.OutOfMemoryError), controller._computation():
+        raise torch.OutOfMemoryError
+
+
+def test_a_rank_that_hangs_is_not_waited_for_forever(controller: Controller) -> None:
+    controller.settings = replace(controller.settings, notice_seconds=0.1)
     with pytest.raises(LostRank, match="a collective timed out after 600 s; see the logs"), controller._computation():
         raise RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 600000ms for recv operation")
 
 
-def test_a_mistake_of_our_own_is_no_lost_rank(controller: Controller, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(controller_module, "NOTICE_SECONDS", 0.1)
+def test_a_mistake_of_our_own_is_no_lost_rank(controller: Controller) -> None:
+    controller.settings = replace(controller.settings, notice_seconds=0.1)
     with pytest.raises(RuntimeError, match="shapes differ"), controller._computation():
         raise RuntimeError("shapes differ")

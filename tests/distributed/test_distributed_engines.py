@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 import torch
+from forked import forked_children
 from small_models import make_model
 from train_cases import Paper, run_config
 from transformers import AutoModelForCausalLM
@@ -159,7 +160,8 @@ def test_a_rank_killed_in_a_rollout_ends_the_run_which_resumes_to_the_same_bits(
     assert time.monotonic() - killed_in_rollout[0] < 30
     assert str(caught.value).startswith("rank 1 of 2") and "start the same command again" in str(caught.value)
     assert set(metrics_of(tmp_path)) == {1}
-    train(config, Paper().console)
+    with forked_children():
+        train(config, Paper().console)
     assert_same_bits(tmp_path, two_ranks.folder, 2)
 
 
@@ -179,6 +181,7 @@ def assert_same_bits(resumed: Path, undisturbed: Path, step: int) -> None:
     assert episodes[0] == episodes[1] and episodes[0]
 
 
+@pytest.mark.usefixtures("forked")
 def test_validation_and_adapters_on_two_ranks(home: Path, tmp_path: Path, counted: Counter[str]) -> None:
     """`trainer.val_only` and `rally eval` score what one process scores. Adapters are not merged."""
     lora = ("actor_rollout_ref.model.lora_rank=4", *SMALL)

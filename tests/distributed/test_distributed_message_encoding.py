@@ -11,12 +11,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from train_cases import uneven_episodes
+from vision_cases import make_image, picture
 
 from rally.config import ConfigError, load_config, load_sft_config
 from rally.distributed.message_encoding import decode, encode, rows_of_arrays, rows_to_arrays
 from rally.distributed.process_group import RankLayout, layout_of
+from rally.images.loading import read_image
+from rally.loops import LoopError
 from rally.models.sharding import ALONE, Alone, M, Message
 from rally.runs.build.models import RunPlan
+from rally.runs.build.rollout import loops_of
 from rally.runs.build.run_inputs import RunError
 from rally.runs.evaluate import evaluate
 from rally.runs.train import train
@@ -45,10 +49,12 @@ from rally.train.rank_messages import (
     StartEngine,
     UpdatePolicy,
 )
+from rally.types import ImageSpan
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 ULYSSES = "ulysses_sequence_parallel_size"
 TWO = ("trainer.n_gpus_per_node=2", "trainer.device=cpu")
+AGENT_WORKERS = (f"{R}.agent.num_workers=2", f"{R}.agent_loop_class=black_box")
 
 
 class Rank(Alone):
@@ -109,6 +115,22 @@ def test_rows_arrive_as_they_were(given: list[Row], size: int) -> None:
     assert [contents(share.rows) for share in sent.shares] == list(map(contents, parts))
 
 
+def test_images_arrive_with_their_bytes(tmp_path: Path) -> None:
+    """Each different one once, also from a file that another node does not have."""
+    (tmp_path / "a.png").write_bytes(picture(1))
+    one, other = read_image(tmp_path / "a.png"), make_image(2)
+    plain = Row(ids=range(9), sampled=(8,), logprobs=(-1.0,), episode=0)
+    spans = ((ImageSpan(1, 1, 2, one), ImageSpan(4, 2, 2, other)), (), (ImageSpan(1, 1, 2, one),))
+    given = [replace(plain, episode=number, images=images) for number, images in enumerate(spans)]
+    arrays = rows_to_arrays(given)
+    assert len(arrays["images/bytes"]) == len(one.read()) + len(other.read())
+    (tmp_path / "a.png").unlink()
+    found = rows_of_arrays(arrays)
+    assert contents(found) == contents(given) and tuple(row.images for row in found) == spans
+    shown = found[2].images[0].image
+    assert shown.read() == picture(1) and (shown.format, shown.width, shown.height) == ("png", one.width, one.height)
+
+
 def test_the_sign_of_zero_arrives() -> None:
     mixed = Row(ids=(1, 2, 3), sampled=(1, 2), logprobs=(-0.0, 0.0), episode=0, advantages=(-0.0, -0.0))
     [row] = rows_of_arrays(rows_to_arrays([mixed]))
@@ -153,6 +175,7 @@ def test_a_batch_arrives_as_it_was() -> None:
         ComputeValues(),
         GatherWeights(),
         StartEngine(),
+        StartEngine((3, 2**31)),
         PublishWeights(7),
         GatherState(Path("/run/checkpoints/.writing_global_step_3_7"), "a1"),
         GatherState(Path("here"), "a2", merged=True, background=True),
@@ -223,12 +246,10 @@ def test_what_a_rank_found_goes_back_to_its_rows() -> None:
         ([f"{R}.tensor_model_parallel_size=2"], "holds the whole model; set actor_rollout_ref.rollout.name=vllm"),
         ([f"{R}.data_parallel_size=2"], "has no effect with actor_rollout_ref.rollout.name=embedded, where every rank"),
         ([f"{R}.checkpoint_engine.backend=delta"], "has no effect with actor_rollout_ref.rollout.name=embedded"),
-        (
-            [f"{R}.enable_rollout_routing_replay=true", f"{A}.router_replay.mode=R3"],
-            "the engines of several ranks return no expert choices",
-        ),
         ([f"{R}.agent.num_workers=2", f"{R}.skip_rollout=true", f"{R}.name=rally"], "skip_rollout does not work with"),
         ([f"{R}.agent.num_workers=2", f"{R}.skip_rollout=true"], "skip_rollout does not work with"),
+        ([*AGENT_WORKERS, f"{R}.agent_loop_config.workers=true"], "workers=true does not work with"),
+        ([*AGENT_WORKERS, f"{R}.agent_loop_config.port=8000"], "every loop worker has a gateway of its own"),
         (["trainer.node_heartbeat_timeout=5"], "node_heartbeat_timeout has no effect without Ray"),
         (["trainer.nnodes=2", "trainer.launcher=local"], "launcher=local is for one machine, and trainer.nnodes=2"),
     ],
@@ -240,10 +261,22 @@ def test_what_is_for_one_gpu_is_one_sentence(words: list[str], told: str) -> Non
     assert told in problem
 
 
+def test_agent_workers_of_a_loop_file_are_refused_beside_loop_workers(tmp_path: Path) -> None:
+    file = tmp_path / "loops.yaml"
+    file.write_text("[{name: mine, _target_: rally.gateway.BlackBoxAgentLoop, command: [python], port: 8000}]")
+    words = [*TWO, f"{R}.agent.agent_loop_config_path={file}", f"{R}.agent.num_workers=2"]
+    with pytest.raises(LoopError, match=r"option port of the agent loop mine .*num_workers=2"):
+        loops_of(load_config(overrides=words))
+    assert "mine" in loops_of(load_config(overrides=words[:-1]))
+
+
 def test_what_several_gpus_take_is_taken() -> None:
     words = [f"{A}.fsdp_config.reshard_after_forward=false", f"{A}.fsdp_config.fsdp_size=2", f"{A}.strategy=fsdp2"]
     words += [f"{R}.deterministic=true", f"{R}.agent.num_workers=2", f"{R}.server.timeout=60"]
     words += ["trainer.val_only=true", "data.val_files=pyproject.toml"]
+    replayed = [f"{R}.enable_rollout_routing_replay=true", f"{A}.router_replay.mode=R3"]
+    for more in ([], [f"{R}.name=rally"]):
+        assert load_config(overrides=[*TWO, *replayed, *more]).rollout.enable_rollout_routing_replay
     assert load_config(overrides=[*TWO, *words]).trainer.n_gpus_per_node == 2
 
 

@@ -7,14 +7,13 @@ import torch
 from safetensors.torch import load_file
 from train_cases import EASY, Paper, write_model
 from transformers import AutoModelForCausalLM
-from vision_cases import write_vision_model
+from vision_cases import picture, write_vision_model
 
 from rally.config import ConfigError, SftConfig, load_sft_config
 from rally.data import write_rows
 from rally.distributed import sft
 from rally.recipes.arithmetic.data import conversations
 from rally.runs import sft as sft_run
-from rally.runs.build.models import patches_at
 from rally.runs.build.run_inputs import RunError
 from rally.track import RunFolder
 
@@ -34,6 +33,7 @@ def config_of(home: Path, out: Path, *words: str) -> SftConfig:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_two_ranks_teach_what_one_teaches(tmp_path: Path, paper: Paper, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     write_model(tmp_path / "model")
@@ -84,17 +84,16 @@ def test_who_starts_no_ranks_says_so(tmp_path: Path) -> None:
         sft_run.sft(config)
 
 
-def test_on_several_gpus_a_model_that_sees_is_used_for_text(tmp_path: Path) -> None:
-    one = load_sft_config(overrides=[f"model.path={write_vision_model(tmp_path)}"])
-    two = load_sft_config(overrides=[f"model.path={tmp_path}", *TWO])
-    patches = [patches_at(config.model, str(tmp_path), config.trainer) for config in (one, two)]
-    assert patches[0] is not None and patches[1] is None
-
-
 @pytest.mark.slow
-def test_two_ranks_teach_a_vision_model_text_as_one_does(tmp_path: Path, paper: Paper) -> None:
-    told = [[{"role": "user", "content": f"{i}+1?"}, {"role": "assistant", "content": str(i + 1)}] for i in range(8)]
-    write_rows([{"messages": messages} for messages in told], tmp_path / "sft.parquet")
+@pytest.mark.usefixtures("forked")
+def test_two_ranks_teach_a_vision_model_as_one_does(tmp_path: Path, paper: Paper) -> None:
+    """Half of the rows have an image."""
+    told = [
+        [{"role": "user", "content": f"{'<image>' * (i % 2)}{i}+1?"}, {"role": "assistant", "content": str(i + 1)}]
+        for i in range(8)
+    ]
+    rows = [{"messages": said, "images": [{"bytes": picture(i)}] * (i % 2)} for i, said in enumerate(told)]
+    write_rows(rows, tmp_path / "sft.parquet")
     write_vision_model(tmp_path / "model")
     found = []
     for words, run in ((("trainer.device=cpu",), sft_run.sft), (TWO, sft)):

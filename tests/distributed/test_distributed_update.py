@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,8 +12,11 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
+from forked import forked_command
 from pair import (
+    BUCKETS,
     CASES,
+    CRITIC_IMAGES,
     DTYPES,
     FOUR,
     FOUR_LAYOUT,
@@ -24,6 +26,7 @@ from pair import (
     compared,
     result_of,
     resumed,
+    settings,
     taught,
     together,
 )
@@ -32,11 +35,14 @@ from torch import Tensor
 from train_cases import uneven_episodes
 
 from benchmarks.architectures import small_model
+from rally.distributed import worker
 from rally.distributed.worker import Worker
 from rally.models.sequence_parallel import SequenceParallelError, check_divisible
 from rally.train.batch import rows_of
 from rally.train.micro_batches import MicroBatchLimits, micro_batches_for
 from rally.train.packing import SortedRows
+from rally.train.policy import OptimizerSettings, Policy
+from rally.train.rank_messages import ComputeLogits
 from rally.train.startup_check import Difference
 
 HERE = Path(__file__).parent
@@ -48,6 +54,8 @@ class Pair(NamedTuple):
     results: dict[str, Result]
     critics: dict[torch.dtype, Taught]
     more: Any  # what the start-up check has found, or a state that was read
+    seeing: Taught | None = None  # a critic that is shown images
+    fused: Taught | None = None  # a critic of fused layers
 
 
 @contextmanager
@@ -55,7 +63,7 @@ def several(folder: Path, world_size: int) -> Iterator[Worker]:
     """Rank 0, with the others in further processes."""
     rendezvous = folder / "rendezvous"
     path = os.pathsep.join(map(str, (HERE.parents[1], HERE.parent / "helpers", HERE)))
-    command = [sys.executable, str(HERE / "pair.py"), str(rendezvous), str(world_size)]
+    command = forked_command([str(HERE / "pair.py"), str(rendezvous), str(world_size)])
     others = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, start_new_session=True)
     try:
         yield together(0, rendezvous, world_size)
@@ -72,7 +80,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     with several(tmp_path_factory.mktemp("pair"), 2) as ranks:
         results = {name: result_of(case, ranks) for name, case in CASES.items()}
         critics = {dtype: taught(dtype, ranks) for dtype in DTYPES}
-        return Pair(results, critics, compared(ranks._group))
+        seeing = taught(torch.float32, ranks, images=CRITIC_IMAGES)
+        fused = taught(torch.float32, ranks, fused=True)
+        return Pair(results, critics, compared(ranks._group), seeing, fused)
 
 
 @pytest.fixture(scope="module")
@@ -122,8 +132,9 @@ def test_offloading_on_two_ranks_changes_no_bit(pair: Pair, name: str) -> None:
     assert_same_shape(plain.state, offloaded.state)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.copied])
 def test_every_rank_gets_the_bits_of_the_policy(pair: Pair, name: str) -> None:
+    assert len(pair.results[name].copies) == 1 + len(BUCKETS)
     for policy_X, ranks_X in pair.results[name].copies:
         assert len(ranks_X) == 2
         assert all(torch.equal(rank_X, policy_X) for rank_X in ranks_X)
@@ -149,8 +160,18 @@ def test_a_critic_is_sharded_replicated_and_divided(four: Pair) -> None:
     assert_same_critic(torch.float32, four.critics[torch.float32])
 
 
-def assert_same_critic(dtype: torch.dtype, both: Taught) -> None:
-    alone, half = taught(dtype), dtype != torch.float32
+def test_two_ranks_teach_a_critic_that_is_shown_images(pair: Pair) -> None:
+    assert pair.seeing is not None
+    assert_same_critic(torch.float32, pair.seeing, CRITIC_IMAGES)
+
+
+def test_two_ranks_teach_a_critic_of_fused_layers(pair: Pair) -> None:
+    assert pair.fused is not None
+    assert_same_critic(torch.float32, pair.fused)
+
+
+def assert_same_critic(dtype: torch.dtype, both: Taught, images: str = "") -> None:
+    alone, half = taught(dtype, images=images), dtype != torch.float32
     assert_alike(alone.weights, both.weights, 2e-2 if half else 1e-5)
     assert_told_alike(alone.metrics, both.metrics, rel=0.05 if half else 1e-4, abs=2e-2 if half else 1e-5)
     assert torch.allclose(alone.values_M, both.values_M, atol=2e-2 if half else 1e-5)
@@ -205,3 +226,13 @@ def test_the_token_limit_is_that_of_one_rank_of_a_group() -> None:
     one, two = tokens
     assert len(two) < len(one) and max(one) == 40, "a single long row"
     assert max(two) == 50
+
+
+@pytest.mark.parametrize("shares_gpu", [False, True])
+def test_a_rank_keeps_its_memory_unless_others_need_it(shares_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise its GPU would allocate all activations anew in each update, and rank 0 would wait."""
+    emptied: list[torch.device] = []
+    monkeypatch.setattr(worker, "empty_cache", emptied.append)
+    policy = Policy(make_model(), OptimizerSettings(), 1)
+    worker.Executor(policy, settings(), shares_gpu=shares_gpu).execute(ComputeLogits([1, 2, 3]))
+    assert emptied == ([policy.device] if shares_gpu else [])

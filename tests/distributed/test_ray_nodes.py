@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from ray_nodes import RayletCluster, ray_cluster
 
 from rally.nodes import NodeError, NodeRequest, RayCluster, RaySettings
 from rally.nodes import ray_cluster as module
-from rally.nodes.ray_cluster import RayNode
+from rally.nodes.ray_node import RayNode, loss_of
 
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed (rally-rl[ray])")
 ENDS = """
@@ -98,14 +99,105 @@ def test_nodes_that_are_no_longer_watched_are_lost(monkeypatch: pytest.MonkeyPat
     assert cluster.nodes[0].loss == "node ten is no longer watched (IndexError: list index out of range)"
 
 
+def test_the_memory_monitor_of_ray_is_named() -> None:
+    import ray
+
+    killed = ray.exceptions.OutOfMemoryError("Task was killed due to the node running low on memory.")
+    for problem in (killed, ray.exceptions.RayError("The actor died: its node was running low on memory.")):
+        assert "start Ray there with RAY_memory_monitor_refresh_ms=0" in loss_of("ten", problem)
+    assert loss_of("ten", ray.exceptions.RayError("SYSTEM_ERROR")) == "node ten, or Rally's agent on it, has died"
+
+
+def test_a_stop_of_this_process_is_no_silence_of_the_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import ray
+
+    class Agent:
+        class alive:
+            remote = staticmethod(lambda: "reference")
+
+    clock, late = [0.0], [0]
+    cluster = RayCluster(RaySettings(heartbeat_seconds=20.0), [HERE], [tmp_path])
+    cluster.nodes, cluster._actors = [RayNode(Agent(), "10.0.0.1", "ten", ())], [Agent()]
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=time.sleep))
+    monkeypatch.setattr(ray, "wait", lambda *given, **named: None)
+
+    def get(reference: str, timeout: float) -> list[bool]:
+        late[0] -= 1
+        if late[0]:
+            raise ray.exceptions.GetTimeoutError("late")
+        return [True]
+
+    def waits(seconds: list[float]) -> Callable[[float], bool]:
+        def wait(_: float) -> bool:
+            if not seconds:
+                return True
+            clock[0] += seconds.pop(0)
+            return False
+
+        return wait
+
+    monkeypatch.setattr(ray, "get", get)
+    late[0] = 3
+    monkeypatch.setattr(cluster._stopping, "wait", waits([1.0, 500.0, 1.0]))
+    cluster._ask_for_living()
+    assert cluster.nodes[0].loss is None and cluster.nodes[0].living == [True]
+    late[0] = 100
+    monkeypatch.setattr(cluster._stopping, "wait", waits([1.0] * 22))
+    cluster._ask_for_living()
+    assert cluster.nodes[0].loss == "node ten has not responded for 21 s"
+
+
+def test_an_agent_that_cannot_start_is_told_with_its_reason_and_the_session_of_the_caller_stays(
+    raylets: RayletCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+
+    absent = ModuleType("only_here")  # as Rally is on a node where it is not installed
+    exec("class NodeAgent:\n def __init__(self, *a): ...\n def describe(self, *a): ...", absent.__dict__)
+    monkeypatch.setitem(sys.modules, "only_here", absent)
+    monkeypatch.setattr(module, "NodeAgent", absent.NodeAgent)
+    ray.init(address="auto", _node_ip_address="127.0.0.1", log_to_driver=False)
+    try:
+        reason = r"cannot start Rally's agent \(ModuleNotFoundError: No module named 'only_here'\); install the same"
+        with pytest.raises(NodeError, match=reason):
+            nodes(tmp_path, HERE).open()
+        assert ray.is_initialized()
+    finally:
+        ray.shutdown()
+
+
+def test_variables_reach_the_nodes_and_credentials_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"TOKENIZERS_PARALLELISM": "false", "NCCL_DEBUG": "INFO", "HF_TOKEN": "t", "RALLY_PROXY_PASSWORD": "p"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    forwarded = module._forwarded()
+    assert [name in forwarded for name in given] == [True, True, False, False]
+
+
 @pytest.mark.drill("reliability", "A Ray cluster is too small for the run", "One sentence says what each node lacks")
 def test_a_cluster_that_is_too_small_is_one_sentence(raylets: RayletCluster, tmp_path: Path) -> None:
     with pytest.raises(NodeError) as caught:
         nodes(tmp_path, NodeRequest(cpus=2, here=True), NodeRequest(cpus=2), wait=1.0).open()
     sentence = str(caught.value)
-    assert "needs 2 nodes with 2 CPU each, and of the 2 nodes of the Ray cluster 1 have it free" in sentence
+    assert "needs 2 nodes with 2 CPU each; of the 2 nodes of the Ray cluster 1 have 2 CPU free" in sentence
     assert "this node: 2 of 2 CPU free" in sentence and "1 of 1 CPU free" in sentence
     assert "trainer.ray_wait_register_center_timeout" in sentence
+
+
+def test_what_is_missing_is_counted_for_each_kind_of_node(raylets: RayletCluster, tmp_path: Path) -> None:
+    servers = [NodeRequest(cpus=1), NodeRequest(cpus=1)]
+    with pytest.raises(NodeError, match=r"1 node with 2 CPU and 2 nodes with 1 CPU each; of the 2 nodes") as caught:
+        nodes(tmp_path, NodeRequest(cpus=2, here=True), *servers, wait=0.5).open()
+    assert "1 have 2 CPU free and 2 have 1 CPU free" in str(caught.value)
+
+
+def test_a_run_started_on_a_node_that_is_too_small_says_so(raylets: RayletCluster, tmp_path: Path) -> None:
+    number = raylets.add(8)
+    try:
+        with pytest.raises(NodeError, match=r"1 node with 8 CPU, and this node, where the run was started"):
+            nodes(tmp_path, NodeRequest(cpus=8, here=True), wait=0.5).open()
+    finally:
+        raylets.kill(number)
 
 
 def test_the_size_of_a_running_cluster_cannot_be_set(raylets: RayletCluster, tmp_path: Path) -> None:
@@ -134,9 +226,10 @@ def test_a_node_that_hangs_is_lost(raylets: RayletCluster, tmp_path: Path) -> No
     number = raylets.add(3)
     with nodes(tmp_path, HERE, NodeRequest(cpus=3), heartbeat=5.0).open() as cluster:
         process = cluster.nodes[1].launch([sys.executable, "-c", SLEEP], {"WORD": "x"}, tmp_path / "log")
-        stopped = raylets.stop(number)
+        stopped, began = raylets.stop(number), time.monotonic()
         try:
             assert until(lambda: not process.alive)
+            assert 4 < time.monotonic() - began < 20, "soon after its limit of 5 s"
             assert cluster.nodes[0].loss is None
             assert "has not responded for" in process.log_tail() and str(tmp_path / "log") in process.log_tail()
             with pytest.raises(NodeError, match="has not responded"):

@@ -9,9 +9,11 @@ import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 import torch
+from forked import path_that_forks
 from ray_nodes import RayletCluster, ray_cluster
 from train_cases import Paper, run_config
 from transformers import AutoModelForCausalLM
@@ -24,11 +26,17 @@ pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed (rally-rl[ray])"),
 ]
-ROOT = Path(__file__).parents[2]
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 SMALL = (f"{R}.name=rally", f"{R}.gpu_memory_utilization=0.02", "data.val_files=null", "trainer.val_before_train=false")
+LEARNS = (f"{A}.optim.lr=2e-2", f"{R}.n=8")  # so that six steps do
+DIGITS = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return sum(map(str.isdigit, solution_str)) / max(1, len(solution_str))
+"""
 LOSS = (f"{A}.ppo_mini_batch_size=2", "trainer.device=cpu", "trainer.save_freq=1")
-STEPS = 10  # so many that the run goes on until the last part of it was killed
+STEPS = 12  # so many that the run goes on until the last part of it was killed
+TOLD_SECONDS = 20.0  # 5 on a machine with much other work
+AGAIN_SECONDS = 120.0  # with a step; 20 to 40 there
 MARK = "RALLY_TEST_FOLDER"  # variables with this prefix reach the processes on all nodes
 
 
@@ -47,7 +55,7 @@ def until(condition: Callable[[], bool], seconds: float = 200.0) -> None:
 
 
 def processes(module: str, folder: Path) -> list[int]:
-    """Processes of the test with this folder that run a module of Rally, less their guards."""
+    """Processes of the test with this folder that stand for a module of Rally, which is forked."""
     chosen = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -55,8 +63,7 @@ def processes(module: str, folder: Path) -> list[int]:
             variables = (process / "environ").read_bytes().decode(errors="replace").split("\0")
         except OSError:
             continue
-        mine = module in words[2:4] and f"{MARK}={folder}" in variables
-        if mine and "process_guard" not in " ".join(words[:3]):
+        if words[3:6] == ["run", "-m", module] and f"{MARK}={folder}" in variables:
             chosen.append(int(process.name))
     return chosen
 
@@ -84,10 +91,11 @@ def check_equal_update(run: Path, alone: Path) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.drill("reliability", "`kill -9` of a loop worker or a rollout node", "The run goes on; no group is lost")
 @pytest.mark.drill("reliability", "`kill -9` of a rank with `--restart`", "The run resumes by itself")
+@pytest.mark.drill("reliability", "`kill -9` of a node with ranks, with `--restart`", "The run resumes on another node")
 def test_a_run_over_nodes_equals_one_process_and_survives_its_parts(
     raylets: RayletCluster, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", path_that_forks(tmp_path))
     monkeypatch.setenv(MARK, str(tmp_path))
     alone, run = tmp_path / "alone", tmp_path / "run"
     train(run_config(home, alone, *SMALL, *LOSS, "trainer.total_training_steps=1"), Paper().console)
@@ -103,10 +111,13 @@ def test_a_run_over_nodes_equals_one_process_and_survives_its_parts(
     def text() -> str:
         return (tmp_path / "log").read_text(errors="replace")
 
+    def last() -> int:
+        return max((row.step for row in RunFolder(run).read_metrics()), default=0) if run.exists() else 0
+
     def reached(step: int) -> Callable[[], bool]:
         def check() -> bool:
             assert child.poll() is None or step == STEPS, text()
-            return any(row.step >= step for row in RunFolder(run).read_metrics()) if run.exists() else False
+            return last() >= step
 
         return check
 
@@ -121,10 +132,17 @@ def test_a_run_over_nodes_equals_one_process_and_survives_its_parts(
         until(lambda: any(row.metrics["engine/servers"] == 1 for row in RunFolder(run).read_metrics()))
         raylets.add(1)
 
-        [victim, *_] = processes("rally.distributed.worker", tmp_path)
-        os.kill(victim, signal.SIGKILL)
-        until(lambda: "start the same command again" in text())
-        until(lambda: "starting the run again from step" in text())
+        def kill_rank() -> None:
+            os.kill(processes("rally.distributed.worker", tmp_path)[0], signal.SIGKILL)
+
+        for losses, kill in enumerate((kill_rank, lambda: raylets.kill(1)), 1):
+            kill()
+            until(lambda losses=losses: text().count("start the same command again") == losses, TOLD_SECONDS)
+            until(lambda losses=losses: text().count("starting the run again from step") == losses)
+            before = last()
+            if losses == 2:
+                raylets.add(2)
+            until(reached(before + 1), AGAIN_SECONDS)
         assert child.wait(400) == 0, text()
     finally:
         child.terminate()
@@ -144,11 +162,14 @@ def test_a_run_over_nodes_equals_one_process_and_survives_its_parts(
 def test_engines_of_ranks_over_nodes_resume_to_the_same_bits(
     raylets: RayletCluster, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four ranks on two nodes sample for two loop workers. No server is started."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    """Four ranks on two nodes sample for two loop workers, without servers. One process goes on, then four again. They
+    learn together."""
+    monkeypatch.setenv("PYTHONPATH", path_that_forks(tmp_path))
     monkeypatch.setenv(MARK, str(tmp_path))
     ranks = ("trainer.nnodes=2", "trainer.n_gpus_per_node=2", f"{R}.agent.num_workers=2", f"{R}.deterministic=true")
-    keys = (*SMALL[1:], *LOSS, *ranks, "trainer.total_training_steps=4")
+    (tmp_path / "digits.py").write_text(DIGITS)
+    small = (*SMALL[1:], *LOSS, *LEARNS, f"custom_reward_function.path={tmp_path}/digits.py")
+    keys = (*small, *ranks, "trainer.total_training_steps=4")
     undisturbed, resumed = tmp_path / "undisturbed", tmp_path / "resumed"
 
     def kill() -> None:
@@ -172,3 +193,14 @@ def test_engines_of_ranks_over_nodes_resume_to_the_same_bits(
             for one in (resumed, undisturbed)
         ]
         assert told[0] == told[1] and told[0], step
+
+    alone = (*small, f"{R}.deterministic=true", "trainer.total_training_steps=5")
+    train(run_config(home, resumed, *alone), Paper().console)
+    train(run_config(home, resumed, *keys, "trainer.total_training_steps=6"), Paper().console)
+    rows = {row.step: row.metrics for row in RunFolder(resumed).read_metrics()}
+    assert set(rows) == set(range(1, 7)) and "engine/servers" not in rows[5] and rows[6]["engine/servers"] == 4
+    assert all(row["actor/rollout_mismatch_kl"] < 1e-7 for row in rows.values()), (
+        "each resumes with the weights of the other"
+    )
+    rewards = [rows[step]["critic/rewards/mean"] for step in sorted(rows)]
+    assert fmean(rewards[-2:]) > fmean(rewards[:2]) + 0.05, f"they did not learn: {rewards}"

@@ -54,6 +54,45 @@ def test_histories_of_few_requests_are_split_and_agree(monkeypatch):
         assert request.logprobs == pytest.approx(want, abs=1e-5)
 
 
+def test_the_graphs_of_all_steps_are_captured_before_the_first(monkeypatch):
+    monkeypatch.setattr(cuda_runner, "SPLIT", 32)
+    captured, used = set(), set()
+    seen = captured
+
+    def replay(self, graph, key, run):
+        if graph:
+            seen.add(key)
+        run()
+
+    monkeypatch.setattr(CudaRunner, "_replay", replay)
+    core = EngineCore(make_model(), EngineSettings(backend="paged", max_model_len=512, max_num_seqs=90), num_pages=400)
+    core.runner.graphs = True
+    core.prepare()
+    seen = used
+    requests = [
+        core.add([i % 90, 1, 2] * (1 + i % 40), SamplingParams(max_tokens=5 + i % 60, seed=i)) for i in range(140)
+    ]
+    while core.busy:
+        core.step()
+    assert len(used) > 10 and used <= captured
+    for request in requests[::20]:
+        want = full_logprobs(core.model, request.ids, request.prompt_len)
+        assert request.logprobs == pytest.approx(want, abs=1e-5)
+
+
+@gpu
+@needs_gpu
+def test_no_graph_is_captured_after_the_first_step():
+    core = EngineCore(make_model().cuda().bfloat16(), EngineSettings(max_model_len=512, max_num_seqs=90), num_pages=400)
+    core.prepare()
+    captured = len(core.runner._captured)
+    for i in range(140):
+        core.add([i % 90, 1, 2] * (1 + i % 40), SamplingParams(max_tokens=5 + i % 60, seed=i))
+    while core.busy:
+        core.step()
+    assert len(core.runner._captured) == captured > 20
+
+
 def test_a_step_is_launched_before_the_last_is_read_back():
     core = EngineCore(make_model(), EngineSettings(backend="paged", max_model_len=128), num_pages=50)
     request = core.add([1, 2, 3], SamplingParams(max_tokens=5, seed=0))

@@ -118,3 +118,39 @@ async def test_an_engine_with_nan_weights_works_again_after_good_ones(backend: s
     assert engine.failure is None
     assert (await engine.generate(GOOD[0], params(0))).ids == wanted.ids
     await engine.close()
+
+
+@pytest.mark.drill("reliability", "The thread of the embedded engine fails", "Every request fails with the reason")
+@pytest.mark.parametrize("place", ["admission", "delivery", "update"])
+@pytest.mark.parametrize(
+    "failure", [AssertionError("impossible"), StopIteration("impossible"), SystemExit("impossible")]
+)
+async def test_nobody_waits_for_an_engine_whose_thread_has_failed(
+    place: str, failure: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> Any:
+        raise failure
+
+    engine = engine_of(isolated=True) if place == "admission" else engine_of()
+    if place == "admission":
+        monkeypatch.setattr(engine.core, "reset", fail)
+    elif place == "delivery":
+        monkeypatch.setattr(Request, "result", fail)
+    else:
+        monkeypatch.setattr(engine.core, "step", list)  # the requests stay with the engine
+    asked = [asyncio.create_task(engine.generate(p, params(i))) for i, p in enumerate(GOOD)]
+    if place == "update":  # in the thread of the trainer, which drains the engine
+        while len(engine._waiters) < len(GOOD):
+            await asyncio.sleep(0.01)
+        monkeypatch.setattr(engine.core, "drain", fail)
+        monkeypatch.setattr(engine.core, "recover", fail)
+        with pytest.raises((type(failure), RuntimeError)), engine.updating():
+            raise AssertionError("nothing is updated")
+    async with asyncio.timeout(60):
+        outcomes = await asyncio.gather(*asked, return_exceptions=True)
+    words = f"the engine has stopped because a step failed: {type(failure).__name__}: impossible"
+    assert [str(outcome) for outcome in outcomes if isinstance(outcome, EngineError)] == [words] * 3
+    with pytest.raises(EngineError, match="the engine has stopped"):
+        await engine.generate(GOOD[0], params(0))
+    assert engine.stopped
+    await engine.close()

@@ -1,17 +1,27 @@
 """The plan of an engine's memory: for its requests, within what the machine and its control groups leave."""
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from small_models import make_model
+from small_models import full_logprobs, make_model
 
 from rally.engines import EngineError, EngineSettings
-from rally.engines.embedded import memory_plan
+from rally.engines.embedded import EngineCore, RolloutDemand, memory_plan
 from rally.engines.embedded.kv_cache import KVStore
-from rally.engines.embedded.memory_plan import cgroup_free_bytes, kv_bytes_per_token, plan_memory, plan_words
+from rally.engines.embedded.memory_plan import (
+    cgroup_free_bytes,
+    kv_bytes_per_token,
+    plan_memory,
+    plan_words,
+    wanted_snapshots,
+    wanted_tokens,
+)
+from rally.engines.embedded.request_slots import Request
 from rally.models.kv_layers import KVLayer
+from rally.types import SamplingParams
 
 GIB = 1 << 30
 
@@ -57,6 +67,71 @@ def test_a_plan_is_made_for_requests_and_not_for_the_machine(monkeypatch: pytest
     monkeypatch.setattr(memory_plan, "free_bytes", lambda device: 1024 * per_token)
     with pytest.raises(EngineError, match="one history of"):
         plan_memory(model, replace(settings, max_kv_bytes=GIB))
+
+
+DEMAND = RolloutDemand(histories=1024, tokens=460)
+
+
+def test_a_gpu_keeps_no_more_kv_than_its_rollouts_can_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1,024 episodes of 204 + 256 tokens of Qwen2.5-1.5B, on a GPU that has 65 GiB for the cache."""
+    settings = EngineSettings(max_model_len=460, max_num_seqs=256, demand=DEMAND)
+    tokens = wanted_tokens(settings, on_gpu=True)
+    assert 1024 * 460 + 1024 * 16 <= tokens <= 1.1 * 1024 * 460
+    assert tokens * 28 * 2 * 2 * 128 * 2 < 14 * GIB, "28,672 bytes a token"
+    assert wanted_tokens(replace(settings, demand=None), on_gpu=True) == sys.maxsize, "a server takes what it is given"
+    assert wanted_tokens(settings, on_gpu=False) == 2 * 256 * 460, "main memory is taken as it is used"
+    turns = replace(settings, demand=DEMAND._replace(turns=5))
+    assert wanted_tokens(turns, on_gpu=True) - tokens == 4 * 1024 * 16, "each turn leaves a partly filled page"
+    copied = wanted_tokens(settings, on_gpu=True, shares_pages=False)
+    assert copied - tokens == 256 * 28 * 16, "a running request copies its history, of 29 pages"
+    assert wanted_snapshots(settings, 256, on_gpu=True) == 4 * 256
+    few = replace(settings, demand=DEMAND._replace(histories=8))
+    assert (wanted_snapshots(few, 256, on_gpu=True), wanted_snapshots(few, 256, on_gpu=False)) == (32, 512)
+
+    model = make_model()
+    per_token = kv_bytes_per_token(model.config, 4)
+    monkeypatch.setattr(memory_plan, "on_accelerator", lambda device: True)
+    monkeypatch.setattr(memory_plan, "free_bytes", lambda device: 1000 * GIB)
+    assert plan_memory(model, settings).kv_bytes == copied * per_token, "float32 is plain torch"
+    monkeypatch.setattr(memory_plan, "has_kernels", lambda device: True)
+    half = model.bfloat16()
+    assert plan_memory(half, settings).kv_bytes == tokens * per_token // 2
+    assert plan_memory(half, replace(settings, backend="gather")).kv_bytes == copied * per_token // 2
+    one = replace(settings, max_model_len=2000, max_num_seqs=1, demand=RolloutDemand(1, 16))
+    assert plan_memory(half, one).pages == 126, "one whole history always fits"
+    model = half.float()
+    free = 2 * plan_memory(model, settings).step_bytes + 2000 * per_token
+    monkeypatch.setattr(memory_plan, "free_bytes", lambda device: free)
+    assert plan_memory(model, settings).kv_bytes < tokens * per_token, "the share of the free memory is still the limit"
+
+
+@pytest.mark.parametrize("backend", ["paged", "gather"])
+def test_more_histories_than_the_plan_knows_are_evicted_and_right(backend: str) -> None:
+    """As a validation of more prompts than a batch: conversations of two turns that wait for each other."""
+    model = make_model()
+    sizes = {"max_model_len": 96, "max_num_seqs": 3, "demand": RolloutDemand(2, 96)}
+    settings = EngineSettings(backend=backend, **sizes)  # type: ignore[arg-type]
+    core = EngineCore(model, settings, num_pages=wanted_tokens(settings, on_gpu=True) // settings.page_size)
+
+    def sample(prompts: list[list[int]]) -> list[Request]:
+        requests = [core.add(p, SamplingParams(max_tokens=24, seed=i)) for i, p in enumerate(prompts)]
+        while core.busy:
+            core.step()
+        return requests
+
+    first = sample([[i % 90, 1, 2] * 8 for i in range(12)])
+    second = sample([[*request.ids, 5, 6] for request in first])
+    assert core.pool.num_free + len(core.index) == core.pool.num_pages < 12 * 96 // 16
+    for request in (*first[::4], *second[::4]):
+        want = full_logprobs(model, request.ids, request.prompt_len)
+        assert request.logprobs == pytest.approx(want, abs=1e-5)
+
+
+def test_the_memory_that_comes_back_after_an_update_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = EngineCore(make_model(), EngineSettings(max_model_len=96, max_num_seqs=3), num_pages=20)
+    assert core.lent_bytes == 0, "nothing is lent on a CPU"
+    monkeypatch.setattr(type(core.store.memory), "lent", True)
+    assert core.lent_bytes == core.store.memory.flat.nbytes + GIB
 
 
 def resident() -> int:

@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,15 @@ async def test_an_answer_that_is_not_whole_is_a_server_that_is_gone(fake: FakeSe
         await replica.generate([1, 2, 3], PARAMS)
     assert fake.url in str(caught.value)
     assert len((await replica.generate([1, 2, 3], PARAMS)).ids) == 5  # a bad response does not affect the next one
+    await replica.close()
+
+
+async def test_a_token_outside_the_vocabulary_is_not_used(fake: FakeServer) -> None:
+    """Training would read beyond its logits."""
+    replica = await replica_of(fake)
+    replica.settings = replace(replica.settings, vocabulary=66)
+    with pytest.raises(ReplicaGone, match="sampled token 66, which is outside the model's vocabulary of 66"):
+        await replica.generate([1, 2, 3], PARAMS)
     await replica.close()
 
 

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from fake_server import FakeServer
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from small_models import make_model
 from rally.engines import EmbeddedEngine, EngineError, EngineSettings
 from rally.engines.base import first_stop
 from rally.engines.remote import ClientSettings, ServerApi, ServerReplica, Sglang, Vllm
-from rally.types import SamplingParams
+from rally.types import Generation, Routes, SamplingParams, Segment, WeightSpan
 
 APIS: dict[str, ServerApi] = {"vllm": Vllm(), "sglang": Sglang()}
 PROMPT = (5, 9, 13, 17)
@@ -71,6 +72,28 @@ def test_without_the_string_the_turn_has_all_its_tokens(monkeypatch: pytest.Monk
             await made.close()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("stop", ["never", "eEfFgG"])
+async def test_the_experts_are_those_of_all_computed_tokens(monkeypatch: pytest.MonkeyPatch, stop: str) -> None:
+    """A turn that was sampled in parts, and one of which the last tokens were dropped."""
+    monkeypatch.setattr("rally.engines.remote.client.STRING_TOKENS", 5)
+
+    async def sample(self: ServerReplica, ids: Sequence[int], params: SamplingParams, *_: object) -> Generation:
+        new = tuple(i % 26 * 27 for i in range(len(ids), len(ids) + params.max_tokens))  # aA, bB, cC, ...
+        experts = np.arange(len(ids) + len(new) - 1, dtype="<i2")
+        routes = Routes(experts.tobytes(), layers=1, experts=1)
+        spans = (WeightSpan(3, 0, len(new)),)
+        return Generation(ids=new, logprobs=(-1.0,) * len(new), finish="length", routes=routes, spans=spans)
+
+    monkeypatch.setattr(ServerReplica, "_generate", sample)
+    made = ServerReplica("http://127.0.0.1:1", Vllm(), ClientSettings(decode=decode))
+    got = await made.generate(PROMPT, SamplingParams(max_tokens=12, stop=(stop,)))
+    segment = Segment(prompt_ids=PROMPT).append_sampled(got)
+    assert segment.routes is not None and len(segment.routes) == len(PROMPT) + len(got.ids) - 1
+    assert np.frombuffer(segment.routes.data, "<i2").tolist() == list(range(len(segment.routes)))
+    assert got.finish == ("length" if stop == "never" else "stop")
+    await made.close()
 
 
 @settings(max_examples=50, deadline=None)

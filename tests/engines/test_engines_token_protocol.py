@@ -9,7 +9,8 @@ import pytest
 from rally.engines import EngineError
 from rally.engines.base import ReplicaGone
 from rally.engines.remote.rally_api import Rally
-from rally.engines.remote.server_api import GenerationRequest, generation_to_wire, sampling_to_wire
+from rally.engines.remote.server_api import GenerationRequest
+from rally.engines.remote.token_protocol import generation_to_wire, sampling_to_wire
 from rally.types import Generation, SamplingParams, WeightSpan
 
 GENERATION = Generation(
@@ -43,6 +44,9 @@ def test_the_wire_loses_nothing() -> None:
         (WHOLE | {"logprobs": None}, "no log-probabilities"),
         (WHOLE | {"logprobs": [-0.1, float("nan")]}, "not a finite number"),
         (WHOLE | {"spans": [[1, 0, 1]]}, "do not cover"),
+        (WHOLE | {"spans": [[1, 0, "2"]]}, "do not cover"),
+        (WHOLE | {"spans": 2}, "weight versions are no list"),
+        (WHOLE | {"logprobs": [-0.1, -(10**400)]}, "too large a number"),
         (WHOLE | {"finish": "eos"}, "unknown finish reason 'eos'"),
     ],
 )

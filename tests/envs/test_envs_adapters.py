@@ -3,12 +3,16 @@
 import asyncio
 import json
 import random
+import re
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rally.envs import EnvError, EnvSpec, EnvTurn
+from rally.envs.adapters.textarena import random_move
 from rally.envs.registry import find_environment, names_of
 from rally.envs.session import EnvSession, EnvStep
 from rally.types import ToolCall
@@ -30,7 +34,8 @@ async def played(session: EnvSession, *texts: str) -> tuple[str, list[EnvStep]]:
 
 class TestReasoningGym:
     @pytest.fixture(autouse=True, scope="class")
-    def package(self) -> None:
+    @classmethod
+    def package(cls) -> None:
         pytest.importorskip("reasoning_gym", reason="needs reasoning-gym")
 
     @pytest.mark.parametrize("name", ["chain_sum", "leg_counting", "spell_backward", "gcd", "ab", "list_functions"])
@@ -73,10 +78,92 @@ class TestReasoningGym:
             seen.add((step.info["package_score"], step.reward))
         assert (1.0, 0.0) in seen, "the package gives zzz 1.0 where the answer is False"
 
+    @pytest.mark.drill("security", "An answer to reasoning-gym is a program", "It is not run; it is a wrong answer")
+    async def test_answers_are_never_run_or_computed_without_bounds(self, tmp_path: Path) -> None:
+        from rally.envs.adapters.answer_guard import FORMULAS, INTEGRALS, LITERALS
+
+        program = f"__import__('pathlib').Path({str(tmp_path / 'ran')!r}).touch()"
+        for name in (*LITERALS, *FORMULAS):
+            for text in (program, f"[{program}]", f"[[{program}]]", "9**9**9", "(((C+1)**9+1)**9+1)**9", "(" * 5000):
+                _, [step] = await played(opened(f"reasoning_gym/{name}", answer="reply"), text)
+                assert step.reward is not None and step.reward < 0.1, (name, text[:40])
+            assert not (tmp_path / "ran").exists(), name
+        texts = {"coin_flip": "1e9999999999", "rubiks_cube": "U1000000000", "rush_hour": "A+1000000000 B-1000000000"}
+        for name, text in texts.items():
+            _, [step] = await played(opened(f"reasoning_gym/{name}", answer="reply", scoring="strict"), text)
+            assert step.reward == 0.0, name
+        for name in INTEGRALS:
+            session = opened(f"reasoning_gym/{name}", answer="reply", scoring="strict")
+            await session.reset()
+            metadata = session._environment.entry["metadata"]  # type: ignore[union-attr]
+            step = await session.step(EnvTurn(text=f"Integral({metadata['integrand']}, {metadata['variable']})"))
+            assert (step.info["package_score"], step.reward) == (1.0, 0.0), "the package takes it as right"
+
+    async def test_a_formula_is_not_compared_without_end(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("rally.envs.adapters.reasoning_gym.MOST_SECONDS", 0.3)  # the text below takes minutes
+        session = opened("reasoning_gym/simple_integration", 3, answer="reply", scoring="strict")
+        await session.reset()
+        name = session._environment.entry["metadata"]["variable"]  # type: ignore[union-attr]
+        text = "*".join(f"(sin({i}*{name})+cos({i}*{name}))" for i in range(1, 9))
+        step = await session.step(EnvTurn(text=text))
+        assert step.reward == 0.0
+
+    def test_a_limit_of_cpu_time_holds_where_exceptions_are_swallowed(self) -> None:
+        from rally.envs.adapters.answer_guard import within_cpu_limit
+
+        def stubborn() -> None:
+            for _ in range(3):
+                with suppress(BaseException):
+                    while True:
+                        pass
+            while True:
+                pass
+
+        for _ in range(3):
+            with pytest.raises(ValueError, match=r"within 0.2 seconds of CPU time"):
+                within_cpu_limit(stubborn, 0.2)
+            assert within_cpu_limit(lambda: sum(range(1000)), 60.0) == 499500
+        time.sleep(0.3)  # nothing is raised later
+
+    async def test_numbers_that_compare_with_everything_are_wrong(self) -> None:
+        import reasoning_gym
+
+        for name in ("number_sorting", "complex_arithmetic", "coin_flip"):
+            for seed in (3, 4):
+                truth = reasoning_gym.create_dataset(name, size=1, seed=seed)[0]["answer"]
+                wrong = re.sub(r"-?[0-9.]+", "nan", truth) if name != "coin_flip" else {"1": "10"}.get(truth, "0")
+                for text, reward in ((truth, 1.0), (wrong, 0.0)):
+                    session = opened(f"reasoning_gym/{name}", seed, answer="reply", scoring="strict")
+                    _, [step] = await played(session, text)
+                    assert step.reward == reward, (name, text)
+        with pytest.raises(EnvError, match=r"gives wrong answers 1; set env\.args\.scoring=strict"):
+            await opened("reasoning_gym/coin_flip").reset()
+
+    @pytest.mark.parametrize("name", ["n_queens", "string_insertion", "countdown", "simple_integration"])
+    async def test_a_guarded_scorer_scores_as_the_package_does(self, name: str) -> None:
+        import reasoning_gym
+
+        item = reasoning_gym.create_dataset(name, size=1, seed=3)[0]
+        known = (item["metadata"].get("valid_answers") or [item["answer"]])[0]
+        written = {
+            "n_queens": {known: 1.0, repr([line.split() for line in known.splitlines()]): 0.5},
+            "string_insertion": {known: 1.0, repr(list(known)): 0.1},
+            "countdown": {known: 1.0, f"{known} + 1": 0.05},
+            "simple_integration": {known: 1.0, known.removesuffix(" + C") + " + 7": 1.0, f"2*({known})": 0.0},
+        }
+        for text, score in written[name].items():
+            _, [step] = await played(opened(f"reasoning_gym/{name}", answer="reply"), text)
+            assert step.reward == score, text
+
     async def test_levels_of_a_curriculum(self) -> None:
         prompts = [(await played(opened("reasoning_gym/chain_sum", level=n)))[0] for n in (0, 2)]
         assert len(prompts[1]) > len(prompts[0])
-        for args, words in {"level=99": "ends at level", "nothing=1": "cannot be made|unexpected keyword"}.items():
+        wrong = {
+            "level=99": "ends at level",
+            "nothing=1": r"cannot be made from nothing=1: .*; correct env\.args",
+            "min_terms=99": r"cannot be made from min_terms=99: .*; correct env\.args",
+        }
+        for args, words in wrong.items():
             key, _, value = args.partition("=")
             with pytest.raises(EnvError, match=words):
                 await opened("reasoning_gym/chain_sum", **{key: int(value)}).reset()
@@ -89,7 +176,8 @@ class TestReasoningGym:
 
 class TestGymnasium:
     @pytest.fixture(autouse=True, scope="class")
-    def package(self) -> None:
+    @classmethod
+    def package(cls) -> None:
         pytest.importorskip("gymnasium", reason="needs gymnasium")
 
     async def test_frozen_lake_is_won_and_lost(self) -> None:
@@ -124,6 +212,15 @@ class TestGymnasium:
                 break
         await session.close()
 
+    def test_wrong_arguments_are_an_error_before_any_episode(self) -> None:
+        for args, problem in (
+            ({"is_slipery": False}, r"unexpected keyword argument 'is_slipery'.*; correct env\.args"),
+            ({"map_name": "9x9"}, r"KeyError: '9x9'; correct env\.args"),
+            ({"actions": ["left"]}, r"has 4 actions, not 1; correct env\.args\.actions"),
+        ):
+            with pytest.raises(EnvError, match=problem):
+                EnvSpec(label="lake", make=find_environment("gymnasium/FrozenLake-v1"), args=args).build()
+
     async def test_other_games_need_a_text(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(EnvError, match="there is no text for gymnasium/CartPole-v1"):
             await opened("gymnasium/CartPole-v1").reset()
@@ -136,7 +233,8 @@ class TestGymnasium:
 
 class TestTextArena:
     @pytest.fixture(autouse=True, scope="class")
-    def package(self) -> None:
+    @classmethod
+    def package(cls) -> None:
         pytest.importorskip("textarena", reason="needs textarena")
 
     async def test_a_game_alone_is_won(self) -> None:
@@ -170,6 +268,22 @@ class TestTextArena:
                 await session.close()
         assert {-1.0, 1.0} & rewards and rewards <= {-1.0, 0.0, 1.0}
 
+    @pytest.mark.parametrize("moves", [["[x]", "[x]"], ["legal", "[x]", "[x]"], ["legal"] * 6])
+    async def test_legal_moves_are_rewarded_by_a_key(self, moves: list[str]) -> None:
+        session = opened("textarena/KuhnPoker-v0", 3, legal_reward=0.1)
+        shown, rng = (await session.reset()).messages[-1]["content"], random.Random(0)
+        for move in moves:
+            step = await session.step(EnvTurn(text=random_move(shown, rng) if move == "legal" else move))
+            if step.done:
+                break
+            shown = step.messages[-1]["content"]
+        assert step.done and step.reward is not None
+        lost, legal = moves[-1] == "[x]", step.info["legal_moves"]
+        assert (step.info["invalid_move"], legal) == (lost, moves.count("legal") if lost else legal) and legal <= 6
+        won = 0.0 if step.info["forfeit"] else step.info["rewards"]["0"]
+        assert step.reward == pytest.approx(won + 0.1 * legal)
+        await session.close()
+
     async def test_games_repeat_and_leave_the_global_random_state_alone(self) -> None:
         random.seed(77)
         before = random.getstate()
@@ -185,7 +299,8 @@ class TestTextArena:
 
 class TestAviary:
     @pytest.fixture(autouse=True, scope="class")
-    def package(self) -> None:
+    @classmethod
+    def package(cls) -> None:
         pytest.importorskip("aviary.core", reason="needs fhaviary")
 
     async def test_tools_are_called_and_rewarded(self, tmp_path: Path) -> None:

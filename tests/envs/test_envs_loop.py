@@ -6,11 +6,12 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 from loop_cases import Held, Reply, check_sampled_once, check_tiling, hold, make_job, make_runner, said, sampling_of
 
 from rally.chat import ChatCodec
-from rally.envs import Environment, Environments, EnvSpec, EnvTurn, tool_reply
+from rally.envs import EnvError, Environment, Environments, EnvSpec, EnvTurn, tool_reply
 from rally.rewards.shaping import ON_TURNS, Shaping, outcome
 from rally.types import StopReason, Task, ToolStatus
 
@@ -194,9 +195,12 @@ class Broken(GuessNumber):
         return {
             "pair": ("x", 1.0),
             "nan": ("x", float("nan"), True, {}),
+            "huge": ("x", 10**5000, True, {}),
             "silent": ("", 0.0, False, {}),
             "unrewarded": ("x", None, True, {}),
             "role": ([{"role": "system", "content": "x"}], 0.0, False, {}),
+            "array": ("x", np.array([1.0, 2.0]), True, {}),
+            "text done": ("x", 0.0, "False", {}),
             "unasked": ([{"role": "tool", "tool_call_id": "c", "content": "x"}], 0.0, False, {}),
         }.get(self.how, ("late", 0.0, True, {}))
 
@@ -216,6 +220,9 @@ class Broken(GuessNumber):
         ("hang", "did not return within 0.3 seconds"),
         ("pair", "must return \\(messages, reward, done, info\\)"),
         ("nan", "must be a finite number"),
+        ("huge", "must be a finite number"),
+        ("array", "a value that cannot be read: ValueError"),
+        ("text done", "done='False'; it must be True or False"),
         ("silent", "nothing to answer"),
         ("unrewarded", "without ever giving a reward"),
         ("role", "must be one of user, tool"),
@@ -250,6 +257,15 @@ class Listed(GuessNumber):
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Any:
         return f"{row['word']} {row['id']} {row['seed']} {row['env']}", []
+
+
+def test_a_task_may_not_have_the_names_of_a_row() -> None:
+    class Named(Listed):
+        def tasks(self) -> Any:
+            return [{"word": "zero", "id": "z"}]
+
+    with pytest.raises(EnvError, match="have a field id, which a row has itself; rename it"):
+        world(Named).tasks("game")
 
 
 async def test_fixed_tasks_reach_reset_with_the_row(tiny: ChatCodec) -> None:

@@ -127,6 +127,24 @@ def test_a_failure_fails_every_seat_and_a_retry_meets_again(tiny: ChatCodec) -> 
     assert [e.reward for e in episodes] == [9.0, -9.0] and {e.extra["attempts"] for e in episodes} == {2}
 
 
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [
+        ({"rewards": {0: 1.0, 1: None}}, "give each seat a number"),
+        ({"rewards": [1.0, -1.0]}, "a value that cannot be read: AttributeError"),
+        ({"rewards": {0: 1.0, 1: -1.0}, "info": None}, "a value that cannot be read: AttributeError"),
+    ],
+)
+def test_an_end_that_cannot_be_read_is_no_fault_of_the_policy(tiny: ChatCodec, end: Any, words: str) -> None:
+    class Ends(HigherWins):
+        def play(self, turn: EnvTurn) -> MatchEnd:
+            return MatchEnd(**end)
+
+    environments, rollout = rollout_of(tiny, Ends, {"seat0": ["3"], "seat1": ["1"]})
+    for episode in episodes_of(environments, rollout):
+        assert episode.reward is None and episode.extra["fault"] == "infrastructure" and words in str(episode.error)
+
+
 class EndsAtOnce(HigherWins):
     def play(self, turn: EnvTurn) -> MatchEnd:
         return MatchEnd(rewards={0: -1.0, 1: 1.0})
@@ -165,7 +183,8 @@ def test_a_seat_that_never_had_a_turn_has_a_reward_and_no_tokens(tiny: ChatCodec
 
 class TestTextArena:
     @pytest.fixture(autouse=True, scope="class")
-    def package(self) -> None:
+    @classmethod
+    def package(cls) -> None:
         pytest.importorskip("textarena", reason="needs textarena")
 
     def play(self, tiny: ChatCodec, name: str, replies: Mapping[str, list[str]], **args: Any) -> list[Episode]:

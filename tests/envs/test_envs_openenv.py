@@ -98,6 +98,10 @@ async def test_json_actions_and_mistakes(url: str) -> None:
     assert (await session.reset()).messages[0]["content"].startswith('{"text": ')
     hint = await session.step(EnvTurn(text="five"))
     assert hint.messages[0]["content"] == "Reply with one JSON object." and not hint.done
+    for wrong in ("[" * 5000, '{"word": "1"}', '{"text": 1}'):
+        answered = await session.step(EnvTurn(text=wrong))
+        assert not answered.done and answered.info == {"valid": False}, wrong[:20]
+    assert "does not fit" in answered.messages[0]["content"]
     right = json.dumps({"text": str(random.Random(1).randint(1, 8))})
     step = await session.step(EnvTurn(text=right))
     assert (step.reward, step.done) == (1.0, True)

@@ -1,5 +1,6 @@
 """Rows of environments: weights, disjoint seeds, order, and the configuration of a run with environments."""
 
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,33 @@ def worlds(**kinds: type[Environment]) -> Environments:
     return Environments([EnvSpec(label=label, make=make) for label, make in kinds.items()])
 
 
+class HangsAtTheEnd(Environment):
+    def close(self) -> None:
+        threading.Event().wait(600)
+
+
+class FailsAtTheEnd(Environment):
+    def close(self) -> None:
+        raise OSError("gone")
+
+
+class HasNoSeats(Environment):
+    def seats(self) -> int:
+        raise TimeoutError("no answer")
+
+
+def test_an_environment_that_fails_before_any_episode_is_named() -> None:
+    made = [EnvSpec(label=kind.__name__, make=kind) for kind in (HangsAtTheEnd, FailsAtTheEnd, HasNoSeats, Plain)]
+    found = Environments(made, timeout=0.2)
+    with pytest.raises(EnvError, match=r"close of the environment HangsAtTheEnd did not return within 0\.2 seconds"):
+        found.seats("HangsAtTheEnd")
+    with pytest.raises(EnvError, match="close of the environment FailsAtTheEnd failed: OSError: gone"):
+        found.seats("FailsAtTheEnd")
+    with pytest.raises(EnvError, match="seats of the environment HasNoSeats failed: TimeoutError: no answer"):
+        found.seats("HasNoSeats")
+    assert found.seats("Plain") == 1
+
+
 @given(st.dictionaries(st.text(min_size=1), st.integers(1, 9), min_size=1, max_size=6), st.integers(60, 500))
 def test_rows_are_divided_by_weight(weights: dict[str, int], size: int) -> None:
     counts = divided(weights, size)
@@ -57,6 +85,10 @@ def test_tasks_of_an_environment_are_divided_into_first_and_last() -> None:
         seed_ranges(worlds(ten=Ten), SeedPlan(weights={"ten": 1}, train_size=11))
     with pytest.raises(EnvError, match="seeds 5 to 9 of training and 9 to 9 of validation of a overlap"):
         seed_ranges(worlds(a=Plain), SeedPlan(weights={"a": 1}, train_size=5, train_seed=5, val_size=1, val_seed=9))
+    named = SeedPlan(weights={"a": 1, "b": 0}, train_size=8, val_sizes={"a": 0, "b": 3})
+    with pytest.raises(EnvError, match="a and b are the same tasks, and rows 0 to 7 for training overlap rows 7 to 9"):
+        seed_ranges(worlds(a=Ten, b=Ten), named)
+    assert seed_ranges(worlds(a=Plain, b=Plain), named)[0]["a"] == range(8), "these make their tasks from seeds"
     with pytest.raises(EnvError, match="leaves no row for b"):
         divided({"a": 100, "b": 0.1}, 10)
 
@@ -105,3 +137,13 @@ def test_a_missing_package_names_the_command(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(ADAPTERS, "gymnasium", missing)
     with pytest.raises(EnvError, match=r"need the package no_such_package; run: pip install 'rally-rl\[gymnasium\]'"):
         find_environment("gymnasium/Taxi-v3")
+
+
+def test_an_entry_of_a_mixture_may_have_a_validation_size_of_its_own() -> None:
+    entries = "[{name: a.B, val_size: 3}, {name: c.D, weight: 0}, {name: e.F, label: f, val_size: 0}]"
+    config = load_config(overrides=[f"env.mixture={entries}", "env.val_size=5"])
+    assert config.env.val_sizes == {"a.B": 3, "c.D": 5, "f": 0}
+    plan = SeedPlan(weights={"a": 1, "ten": 0}, train_size=4, val_size=5, val_sizes={"ten": 2})
+    train, val = seed_ranges(worlds(a=Plain, ten=Ten), plan)
+    assert (len(val["a"]), val["ten"], len(train["a"])) == (5, range(8, 10), 4), "the last two of its tasks"
+    load_config(overrides=["env.mixture=[{name: a.B, val_size: 3}]", "env.val_size=0", "trainer.test_freq=1"])

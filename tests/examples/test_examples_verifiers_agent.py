@@ -1,4 +1,5 @@
-"""verifiers 0.4 through the gateway, as a program. RALLY_VERIFIERS_PYTHON names a python with verifiers."""
+"""verifiers through the gateway, as a program. RALLY_VERIFIERS_PYTHON names a python with verifiers 0.4, and
+RALLY_VERIFIERS_01_PYTHON one with 0.1."""
 
 import asyncio
 import json
@@ -13,7 +14,7 @@ from rally.gateway import BlackBoxAgentLoop
 from rally.loops import LoopSpec
 
 PYTHON = os.environ.get("RALLY_VERIFIERS_PYTHON", "")
-pytestmark = pytest.mark.skipif(not PYTHON, reason="RALLY_VERIFIERS_PYTHON names no python with verifiers")
+OLD_PYTHON = os.environ.get("RALLY_VERIFIERS_01_PYTHON", "")
 SCRIPT = str(Path(__file__).parents[2] / "examples" / "verifiers_agent" / "agent.py")
 TASKSET = """
 import verifiers.v1 as vf
@@ -32,6 +33,7 @@ class ToyTaskset(vf.Taskset):
 """
 
 
+@pytest.mark.skipif(not PYTHON, reason="RALLY_VERIFIERS_PYTHON names no python with verifiers")
 def test_the_reward_of_the_taskset_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "toy_taskset.py").write_text(TASKSET)
     monkeypatch.chdir(tmp_path)
@@ -46,3 +48,41 @@ def test_the_reward_of_the_taskset_is_reported(tmp_path: Path, monkeypatch: pyte
         for row, episode in zip(rows, asyncio.run(runner.run(jobs, sampling_of(codec))), strict=True):
             assert episode.error is None and episode.reward == reward and len(episode.segments) == 1
             assert row["prompt"][0]["content"] in codec.decode(episode.segments[0].prompt_ids)
+
+
+TOOL_ENV = """
+import verifiers as vf
+from datasets import Dataset
+
+def add(x: int, y: int) -> int:
+    \"\"\"Adds.\"\"\"
+    return x + y
+
+def says_four(completion, **kwargs) -> float:
+    return 0.75 * ("four" in str(completion[-1].content))
+
+def load_environment(**kwargs):
+    rows = [{"question": f"What is {n}+2?", "answer": str(n + 2)} for n in range(2)]
+    rubric = vf.Rubric(funcs=[says_four], weights=[1.0])
+    return vf.ToolEnv(dataset=Dataset.from_list(rows), tools=[add], rubric=rubric, max_turns=4)
+"""
+
+
+@pytest.mark.skipif(not OLD_PYTHON, reason="RALLY_VERIFIERS_01_PYTHON names no python with verifiers 0.1")
+def test_an_environment_of_verifiers_0_1_has_its_tools_and_its_reward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = SCRIPT.replace("agent.py", "agent_0_1.py")
+    (tmp_path / "toy_env.py").write_text(TOOL_ENV)
+    monkeypatch.chdir(tmp_path)
+    subprocess.run([OLD_PYTHON, script, "rows", "toy_env", "--out", "rows.jsonl"], check=True)
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    codec = tiny_codec()
+    loops = {"black_box": LoopSpec(BlackBoxAgentLoop, {"command": [OLD_PYTHON, script, "play", "toy_env"]})}
+    turns = [Reply(said(codec, "", ("add", {"x": 2, "y": 2}))), Reply(said(codec, "it is four"))]
+    runner = make_runner(codec, turns, loops=loops, loop="black_box")
+    jobs = [make_job(make_task(row["prompt"], row=row), row["index"]) for row in rows]
+    for episode in asyncio.run(runner.run(jobs, sampling_of(codec))):
+        assert episode.error is None and episode.reward == 0.75 and len(episode.segments) == 1
+        (answer,) = (turn for turn in episode.turns if turn.role == "tool")
+        assert answer.text == "4" and episode.extra["agent"]["rewritten"] == 0

@@ -125,3 +125,6 @@ def test_a_reward_beside_an_answer_and_what_is_neither() -> None:
         returned_by("mine", {"reward": "much"})
     with pytest.raises(LoopError, match="returned the reward nan"):
         returned_by("mine", float("nan"))
+    for huge in (10**400, 10**5000):  # no float, and the second has too many digits to be printed
+        with pytest.raises(LoopError, match=r"returned the reward .*; return a finite number"):
+            returned_by("mine", {"reward": huge})

@@ -53,6 +53,7 @@ async def over_http(row: Any, client: AgentClient) -> float:
     for body, words in (
         ({"call": "other"}, "no call 'other'"),
         ({"call": done.id, "reward": "x"}, "finite number"),
+        ({"call": done.id, "reward": 10**400}, "finite number"),
         ({"call": done.id, "rewards": 1}, "unknown field rewards"),
     ):
         with pytest.raises(openai.APIStatusError, match=words):

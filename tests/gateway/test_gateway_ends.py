@@ -107,7 +107,8 @@ def test_a_turn_cut_by_the_budget_ends_an_episode_by_length_and_by_the_agents_ow
 def test_messages_that_do_not_fit_are_refused_and_shorter_ones_are_not() -> None:
     held = held_by("shortens_itself", CODEC, max_model_len=200)
     assert held.episode.stop_reason is StopReason.STOP and len(held.engine.calls) == 1
-    assert "the context window is 200 including the answer; shorten them" in held.episode.extra["agent_answer"]
+    reason = "this model's maximum context length is 200 tokens including the answer; shorten them"
+    assert reason in held.episode.extra["agent_answer"]
     assert held.episode.extra["agent"]["refused"] == 1
     full = held_by("asks_ten_times", CODEC, max_model_len=60).episode
     assert full.stop_reason is StopReason.CONTEXT and full.error is None

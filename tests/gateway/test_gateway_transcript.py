@@ -37,7 +37,8 @@ def parts(message: Message) -> Message:
 
 
 def emptied(message: Message) -> Message:
-    return {"refusal": None, "annotations": [], **message, "content": message.get("content") or "", "audio": None}
+    nothing = {"refusal": None, "annotations": [], "audio": None, "provider_specific_fields": {"refusal": None}}
+    return {**nothing, **message, "content": message.get("content") or ""}
 
 
 def spelled(message: Message) -> Message:
@@ -203,7 +204,7 @@ def edited(**function: str) -> Message:
         ([*ASKED, edited(name="search")], False),
         ([*ASKED, {**REPLY, "tool_calls": [CALL, CALL]}], False),
         ([*ASKED, {**REPLY, "content": "Well"}], False),
-        ([*ASKED, {**REPLY, "refusal": "I cannot."}], False),
+        ([*ASKED, {**REPLY, "reasoning_content": "I cannot."}], False),
         ([{**ASKED[0], "content": "Be brief. "}, ASKED[1], REPLY], False),
         ([ASKED[1], ASKED[0], REPLY], False),
         ([ASKED[1], REPLY], False),
@@ -215,7 +216,13 @@ def test_usual_rewriting_is_seen_through_and_changed_words_are_not(other: list[M
 
 
 @pytest.mark.parametrize(
-    "message", [{"content": "x"}, {"role": "user", "content": 3}, {"role": "assistant", "tool_calls": [{"id": "a"}]}]
+    "message",
+    [
+        {"content": "x"},
+        {"role": "user", "content": 3},
+        {"role": "assistant", "tool_calls": [{"id": "a"}]},
+        {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}},
+    ],
 )
 def test_a_message_that_is_none_is_refused(message: Message) -> None:
     with pytest.raises(MessageError):
@@ -260,3 +267,11 @@ def test_an_answer_has_the_id_that_the_policy_wrote() -> None:
     result = {"role": "tool", "tool_call_id": "call_of_the_agent", "content": "2"}
     following = transcript.draft(ChatHistory.of([*asked, answer, result], TOOLS))
     assert codec.decode(following.observed) == "[TOOL_RESULTS]z9Y8x7W6v[TOOL_CONTENT]2[/TOOL_RESULTS]"
+
+
+def test_arguments_that_are_nested_too_deeply_stay_text() -> None:
+    deep = "[" * 100_000
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": deep}}
+    history = ChatHistory.of([{"role": "assistant", "content": "", "tool_calls": [call]}])
+    assert history.messages[0]["tool_calls"][0]["function"]["arguments"] == deep
+    assert CODEC.encode_prompt([{"role": "user", "content": "x"}, *history.messages])

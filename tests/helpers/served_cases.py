@@ -3,7 +3,6 @@
 import os
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from typing import Any
 import httpx
 import torch
 import uvicorn
+from forked import forked_command
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from rally.chat import ChatCodec, tiny_tokenizer
@@ -77,6 +77,8 @@ class EngineProcess:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         words = [
+            "-m",
+            "rally.cli",
             "serve",
             "engine",
             str(folder),
@@ -90,9 +92,7 @@ class EngineProcess:
             *options,
         ]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "rally.cli", *words], stdout=subprocess.DEVNULL, env=environment
-        )
+        self._process = subprocess.Popen(forked_command(words), stdout=subprocess.DEVNULL, env=environment)
 
     def wait_ready(self) -> None:
         until = time.monotonic() + 120

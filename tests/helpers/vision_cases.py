@@ -134,6 +134,16 @@ def make_vision_model(family: str = "qwen2_5_vl", seed: int = 0) -> PreTrainedMo
     return model.eval()
 
 
+def calm_vision_model(family: str, seed: int = 0) -> PreTrainedModel:
+    """A model in which rounding errors do not grow, so that results can be compared to 1e-6."""
+    torch.manual_seed(seed)
+    config = make_config(family)
+    config.text_config.initializer_range = config.vision_config.initializer_range = 0.05
+    model: PreTrainedModel = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    set_patches(model, make_patches(family))
+    return model.eval()
+
+
 def make_config(family: str) -> Any:
     tokenizer = make_tokenizer(family)
     text = {

@@ -274,7 +274,7 @@ async def test_an_engine_that_fails_does_not_leave_a_user_waiting(tiny: ChatCode
 
     runner.engine.generate = broken  # type: ignore[method-assign]
     held = await hold(runner, asking())
-    assert held.episode.error == "OSError: the engine is gone"
+    assert held.episode.error == "EngineError: the engine failed: OSError: the engine is gone"
     assert user.events == BOTH
 
 
@@ -307,6 +307,7 @@ async def test_the_rows_keywords_arrive_and_what_is_not_taken_is_refused(tiny: C
         (("no", "fine", 0.0, {}), "returned 'no' for whether the exchange is over; it must be True or False"),
         ((True, None, 0.0, {}), "returned a text of type NoneType; it must be a string"),
         ((True, "fine", float("nan"), {}), "returned the score nan; it must be a finite number or None"),
+        ((True, "fine", 10**5000, {}), "returned the score a value of type int; it must be a finite number or None"),
         ((True, "fine", 0.0, 5), "returned info of type int; it must be a dict"),
     ],
 )

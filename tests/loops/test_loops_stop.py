@@ -198,7 +198,10 @@ async def test_a_timeout_of_the_engine_is_its_failure_and_no_deadline(
     runner = make_runner(tiny, loop=loop, timeout_per_turn=30)
     monkeypatch.setattr(runner.engine, "generate", lost)
     held = await hold(runner)
-    assert (held.episode.stop_reason, held.episode.error) == ("error", "TimeoutError: the server did not answer")
+    assert (held.episode.stop_reason, held.episode.error) == (
+        "error",
+        "EngineError: the engine failed: TimeoutError: the server did not answer",
+    )
 
 
 @pytest.mark.parametrize("loop", ["tool_agent", "single_turn_agent"])

@@ -287,3 +287,33 @@ async def test_tool_selection_narrows_what_is_shown_and_what_runs(
 
 async def test_an_unknown_tool_selection_is_named() -> None:
     assert "there is no tool 'serach'" in ((await choose(["serach"])).episode.error or "")
+
+
+async def test_a_failure_of_the_engine_is_not_the_policys_fault() -> None:
+    codec = tiny_codec()
+    runner = with_loop(codec, Twice)
+    generate = runner.engine.generate
+
+    async def failing(prompt_ids: Any, params: Any, **more: Any) -> Any:
+        if runner.engine.calls:
+            raise RuntimeError("the kernel failed")
+        return await generate(prompt_ids, params, **more)
+
+    runner.engine.generate = failing
+    episode = await runner.episode(make_job(), sampling_of(codec), None)
+    assert episode.segments[0].sampled and episode.extra["fault"] == "infrastructure"
+    assert episode.error == "EngineError: the engine failed: RuntimeError: the kernel failed"
+
+
+@pytest.mark.parametrize("reward", [10**400, float("nan"), "0.5"])
+@pytest.mark.parametrize("name", ["reward_score", "turn_rewards"])
+async def test_a_loop_whose_reward_is_no_finite_number_fails_by_name(name: str, reward: object) -> None:
+    class Odd(Twice):
+        async def run(self, sampling_params: dict[str, Any], **row_fields: Any) -> AgentLoopOutput:
+            output = await super().run(sampling_params, **row_fields)
+            setattr(output, name, reward if name == "reward_score" else [0.1, reward])
+            return output
+
+    codec = tiny_codec()
+    episode = await with_loop(codec, Odd).episode(make_job(), sampling_of(codec), None)
+    assert "the agent loop returned the reward" in str(episode.error) and "return a finite number" in str(episode.error)

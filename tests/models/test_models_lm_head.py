@@ -1,5 +1,7 @@
 """The chunked output head equals autograd on whole logits, in each of its uses."""
 
+import math
+
 import pytest
 import torch
 from small_models import VOCABULARY, make_model
@@ -52,6 +54,26 @@ def test_without_being_asked_the_entropy_has_no_gradient() -> None:
     hidden, weight, targets = problem()
     logp, entropy = HeadLogprobs.apply(hidden, weight, targets, 1.0, 5, False)
     assert logp.requires_grad and not entropy.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kept_probabilities_give_the_same_gradient(dtype: torch.dtype) -> None:
+    hidden, weight, targets = problem(dtype)
+    slopes = torch.linspace(-1, 2, len(hidden))
+    found, expected = (HeadLogprobs.apply(hidden, weight, targets, 0.7, 5, False, None, keep) for keep in (True, False))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+    ours, theirs = (torch.autograd.grad((x[0] * slopes).sum(), (hidden, weight)) for x in (found, expected))
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    for a, b in zip(ours, theirs, strict=True):
+        assert float((a - b).norm()) <= tolerance * float(b.norm())
+
+
+def test_a_kept_probability_of_nearly_one_leaves_its_gradient() -> None:
+    """In bf16 p rounds to 1, and the gradient of the target's logit, 1 - p, must not become 0."""
+    hidden, weight = torch.tensor([[7.0]]).bfloat16().requires_grad_(), torch.tensor([[1.0], [0.0]]).bfloat16()
+    logp, _ = HeadLogprobs.apply(hidden, weight, torch.tensor([0]), 1.0, 1, False, None, True)
+    [gradient] = torch.autograd.grad(logp.sum(), hidden)
+    assert float(gradient) == pytest.approx(1 / (1 + math.exp(7)), rel=0.01)
 
 
 def test_a_sure_token_has_exact_numbers() -> None:
@@ -148,3 +170,26 @@ def test_what_a_class_does_to_its_logits_is_found(name: str, scale: float | None
         found = head_logits(model, attention.body_of(model)(input_ids=ids, use_cache=False).last_hidden_state[0])
     assert torch.allclose(found, expected, atol=1e-4)
     assert (plain_weight(model) is None) == (scale is None)
+
+
+def test_capped_logits_are_float32_on_a_gpu_in_training_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rollout's are. Rounded to bfloat16, log-probabilities would be off by some percent."""
+    monkeypatch.setattr(head, "has_kernels", lambda device: True)
+    monkeypatch.setattr(head, "_exact_product", lambda a, b: a.float() @ b.float())  # what a GPU accumulates
+    model = small_model("gemma2")
+    weight, cap = model.get_output_embeddings().weight, model.config.final_logit_softcapping
+    hidden = torch.randn(7, weight.shape[1]) * 8
+    leaf = hidden.bfloat16().float().requires_grad_()
+    exact_weight = weight.detach().bfloat16().float().requires_grad_()
+    exact = torch.tanh(leaf @ exact_weight.t() / cap) * cap
+    half, model = hidden.bfloat16().requires_grad_(), model.bfloat16()
+    found = head_logits(model, half)
+    assert found.dtype == torch.float32 and torch.allclose(found, exact, atol=1e-4)
+    with torch.no_grad():
+        assert torch.equal(head_logits(model, half), found)
+    for logits in (found, exact):
+        torch.log_softmax(logits, -1)[:, 3].sum().backward()
+    assert half.grad is not None and leaf.grad is not None
+    assert float((half.grad.float() - leaf.grad).norm() / leaf.grad.norm()) < 0.02
+    learned_weight = model.get_output_embeddings().weight.grad
+    assert float((learned_weight.float() - exact_weight.grad).norm() / exact_weight.grad.norm()) < 0.02

@@ -15,7 +15,8 @@ from rally.engines.base import EngineError
 from rally.engines.embedded import EngineCore, EngineSettings
 from rally.models.fused_layers import FusedDecoder, Packed, fusable
 from rally.models.kernels.dispatch import kernels_for
-from rally.models.lora import LoraSettings, add_adapters, linear, plain_linear
+from rally.models.lora import LoraSettings, add_adapters, plain_linear
+from rally.train.forward.linear_layers import linear_layers
 from rally.types import SamplingParams
 
 peft = pytest.importorskip("peft")
@@ -61,7 +62,7 @@ def test_value_and_gradients_are_those_of_peft(bias: bool, monkeypatch: pytest.M
     layer = layer_of(bias)
     theirs = gradients(layer, layer)
     monkeypatch.setattr("peft.tuners.lora.Linear.forward", None)
-    ours = gradients(layer, lambda x_TC: linear(layer, x_TC))
+    ours = gradients(layer, lambda x_TC: linear_layers([layer], x_TC)[0])
     assert ours.keys() == theirs.keys() == {"y", "x", "lora_A.default.weight", "lora_B.default.weight"}
     for name, value in theirs.items():
         assert torch.allclose(ours[name], value, rtol=1e-10, atol=1e-10), name
@@ -70,7 +71,7 @@ def test_value_and_gradients_are_those_of_peft(bias: bool, monkeypatch: pytest.M
 def test_an_input_without_gradient_gets_none_and_the_adapter_its_own() -> None:
     layer = layer_of()
     expected = gradients(layer, layer)
-    found = gradients(layer, lambda x_TC: linear(layer, x_TC.detach()) + 0 * x_TC.sum())
+    found = gradients(layer, lambda x_TC: linear_layers([layer], x_TC.detach())[0] + 0 * x_TC.sum())
     assert not found["x"].any()
     assert torch.allclose(found["lora_A.default.weight"], expected["lora_A.default.weight"])
 
@@ -97,7 +98,7 @@ def test_what_is_more_than_plain_is_the_modules_business(config: dict[str, Any],
     layer = layer_of(**config).to(torch.float64)
     change(layer)
     found = []
-    for call in (layer, lambda x_TC: linear(layer, x_TC)):
+    for call in (layer, lambda x_TC: linear_layers([layer], x_TC)[0]):
         torch.manual_seed(2)
         found.append(gradients(layer, call))
     assert found[0].keys() == found[1].keys()
@@ -122,7 +123,7 @@ def test_engine_and_trainer_round_alike() -> None:
     layer, x_TC = layer_of(dtype=torch.bfloat16), torch.randn(T, C, dtype=torch.bfloat16)
     with torch.no_grad():
         sampled = Packed([layer])(x_TC, F.linear)
-    assert torch.equal(sampled, linear(layer, x_TC))
+    assert torch.equal(sampled, linear_layers([layer], x_TC)[0])
     assert not torch.equal(sampled, layer(x_TC)), (
         "rounded once less than PEFT does, or the test cannot see a difference"
     )

@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.architectures import small_model, words
-from rally.models import attention, state_layers
+from rally.models import attention, state_layers, state_scans
 from rally.models.attention import packed_hidden
 from rally.models.kv_layers import cached_parts
-from rally.models.state_layers import SegmentTree, StateSegment, chunked_scan, conv, stepwise_scan
+from rally.models.segment_tree import SegmentTree, StateSegment
+from rally.models.state_scans import chunked_scan, conv, stepwise_scan
 
 CPU = torch.device("cpu")
 HEADS, KEY, VALUE, WIDTH = 2, 5, 3, 4
@@ -129,7 +130,7 @@ def test_long_scans_are_computed_again_in_blocks(monkeypatch: pytest.MonkeyPatch
     b = torch.randn(tree.tokens, HEADS, generator=generator).requires_grad_()
     whole, ends = stepwise_scan(a, b, tree, keep=True)
     expected = torch.autograd.grad(whole.square().sum(), (a, b))
-    monkeypatch.setattr(state_layers, "STATE_NUMBERS", 7 * HEADS)
+    monkeypatch.setattr(state_scans, "STATE_NUMBERS", 7 * HEADS)
     output, final = stepwise_scan(a, b, tree, keep=True)
     assert torch.equal(output, whole) and ends is not None and final is not None and torch.equal(final, ends)
     for ours, theirs in zip(torch.autograd.grad(output.square().sum(), (a, b)), expected, strict=True):

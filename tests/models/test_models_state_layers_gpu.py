@@ -9,7 +9,8 @@ import torch.nn.functional as F
 
 from benchmarks.architectures import MAX_LENGTH, small_model, words
 from rally.models import attention
-from rally.models.state_layers import SegmentTree, StateSegment, chunked_scan, conv, stepwise_scan
+from rally.models.segment_tree import SegmentTree, StateSegment
+from rally.models.state_scans import chunked_scan, conv, stepwise_scan
 from rally.train.forward.fused_layers import training_forward
 from rally.train.policy import OptimizerSettings, Policy
 from rally.train.startup_check import check_training, compared_rows

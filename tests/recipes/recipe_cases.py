@@ -11,8 +11,10 @@ from rally.data import write_rows
 from rally.models.lora import LoraSettings, adapter_weights, add_adapters, save_adapters
 from rally.recipes.geometry.data import GeometrySizes, write_geometry
 from rally.recipes.gsm8k_tool.data import write_gsm8k, write_gsm8k_sft
+from rally.recipes.repair.data import RepairSizes, write_repair
 from rally.recipes.retool.data import RetoolSizes, write_retool
 from rally.recipes.search_r1.data import write_search_r1
+from rally.recipes.tool_use.data import write_tool_use
 from rally.recipes.triage import data as triage
 from rally.recipes.triage.data import TriageSizes, write_triage
 from rally.retrieval import IndexSpec, build_index
@@ -25,8 +27,10 @@ MODELS = (
         for n in (
             "gsm8k_tool_sft/checkpoints/global_step_4",
             "gsm8k_tool_sft_smollm/checkpoints/global_step_345",
+            "repair_sft/checkpoints/global_step_8",
             "retool_sft/checkpoints/global_step_40",
             "search_r1_sft/checkpoints/global_step_6",
+            "tool_use_sft/checkpoints/global_step_8",
             "triage_sft/checkpoints/global_step_220",
         )
     ),
@@ -52,6 +56,9 @@ SMALL_TRAIN = (
     "data.curriculum.grow_steps=1",
     "reward.num_workers=1",
 )
+SMALL_ENV = ("env.train_size=48", "env.val_size=1")
+"""Instead of the size of a validation file, for recipes of environments."""
+STUB_AGENT = "actor_rollout_ref.rollout.agent_loop_config.agent=stub_repair_agent:run"
 SMALL_SFT = (
     "model.path=models/tiny",
     "model.enable_gradient_checkpointing=false",
@@ -59,6 +66,9 @@ SMALL_SFT = (
     "data.max_length=4000",
     "trainer.total_training_steps=2",
 )
+
+
+BASH = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
 
 
 def write_tiny_model(folder: Path) -> None:
@@ -110,7 +120,23 @@ def write_home(home: Path) -> Path:
     _write_search(home)
     write_geometry(home / "data" / "geometry", GeometrySizes(4, 1), (1, 2, 3), None, 0)
     write_vision_model(home / "models" / "tiny_vision")
+    write_tool_use(home / "data" / "tool_use", 7, 0, passing)
+    _write_repair(home)
     return home
+
+
+def _write_repair(home: Path) -> None:
+    """Rows of repositories, and a conversation by hand, since those of the recipe need mini-swe-agent."""
+    write_repair(home / "data" / "repair", RepairSizes(4, 1, 0), 0, passing)
+    call = {"type": "function", "function": {"name": "bash", "arguments": {"command": "ls"}}}
+    tool = {"type": "function", "function": {"name": "bash", "description": "Runs.", "parameters": BASH}}
+    messages = [
+        {"role": "user", "content": "Repair it."},
+        {"role": "assistant", "content": "I look.", "tool_calls": [call]},
+        {"role": "tool", "content": "a.py", "name": "bash"},
+        {"role": "assistant", "content": "Done."},
+    ]
+    write_rows([{"messages": messages, "tools": [tool]}] * 4, home / "data" / "repair" / "sft.parquet")
 
 
 def _write_search(home: Path) -> None:

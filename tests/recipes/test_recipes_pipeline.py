@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from rally.cli.main import app
 from rally.config import load_config
 from rally.recipes import RecipeError, find_recipe
-from rally.recipes.pipeline import RecipeOptions, evaluation, preparation, training
+from rally.recipes.pipeline import RecipeOptions, evaluations, preparation, training
 from rally.track import RunFolder
 from rally.types import RallyError
 from rally.util.checksums import seal
@@ -102,7 +102,7 @@ def test_adapters_are_evaluated_over_their_base(home: Path, tmp_path: Path, monk
     shutil.copytree(home / ADAPTERS, tmp_path / "checkpoints" / "global_step_2" / "actor")
     (tmp_path / "checkpoints" / "global_step_2" / "trainer.pt").touch()
     seal(tmp_path / "checkpoints" / "global_step_2")
-    stage = evaluation("gsm8k_tool/lora", RecipeOptions(overrides=tiny))
+    [stage] = evaluations("gsm8k_tool/lora", RecipeOptions(overrides=tiny))
     assert config.model.lora_adapter_path is not None and not stage.done
     assert f"actor_rollout_ref.model.lora_adapter_path={tmp_path}/checkpoints/global_step_2/actor" in stage.args
 

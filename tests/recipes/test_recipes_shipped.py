@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from recipes.recipe_cases import SMALL_SFT, SMALL_TRAIN
+from recipes.recipe_cases import SMALL_ENV, SMALL_SFT, SMALL_TRAIN, STUB_AGENT
 from train_cases import Paper
 
 from rally.config import load_config, load_sft_config
@@ -24,6 +24,10 @@ def small(recipe: Recipe, out: Path) -> list[str]:
     used = {"filter_groups": "filter_groups", "gen_batch_size": "gen_batch_size", "overlong": "overlong_buffer_cfg"}
     used |= {"critic": "critic:", "curriculum": "curriculum:"}
     kept = [line for line in SMALL_TRAIN if all(name not in line or sign in text for name, sign in used.items())]
+    if "\nenv:" in text:
+        kept = [*(line for line in kept if not line.startswith("data.val_max_samples")), *SMALL_ENV]
+    if recipe.name == "repair":
+        kept.append(STUB_AGENT)
     sees = ["actor_rollout_ref.model.path=models/tiny_vision"] if recipe.path.parent.name == "geometry" else []
     return [*kept, *sees, f"trainer.default_local_dir={out}"]
 
@@ -55,12 +59,15 @@ def test_every_yaml_is_a_recipe_or_part_of_one() -> None:
     listed = {recipe.path for recipe in list_recipes()}
     others = {path.name for path in FOLDER.glob("*/*.yaml") if path not in listed}
     assert others == {"tools.yaml", "tools_service.yaml", "users.yaml"}
-    assert all(recipe.about and recipe.hardware and recipe.needs for recipe in list_recipes())
+    assert all(recipe.about and recipe.hardware for recipe in list_recipes())
+    assert all(recipe.needs or "\nenv:" in recipe.path.read_text() for recipe in list_recipes())
 
 
 def test_a_wrong_name_is_met_with_the_right_one() -> None:
     assert find_recipe("triage", "sft").name == "sft.yaml"
     with pytest.raises(RecipeError, match="did you mean gsm8k_tool/lora"):
         find_recipe("gsm8k_tool/lra", "train")
-    with pytest.raises(RecipeError, match="has no recipe 'weather'; the recipes are gsm8k_tool, gsm8k_tool/sft_lora, "):
+    with pytest.raises(
+        RecipeError, match="no recipe 'weather' for `rally sft`; the recipes are gsm8k_tool, gsm8k_tool/sft_lora, "
+    ):
         find_recipe("weather", "sft")

@@ -36,6 +36,7 @@ async def compute_score(
 '''
 
 
+@pytest.mark.usefixtures("forked")
 def test_two_steps_with_a_generative_reward_model_behind_a_real_server(
     home: Path, tmp_path: Path, paper: Paper
 ) -> None:

@@ -110,7 +110,17 @@ def test_workers_end_when_the_parent_is_killed(write_reward: Any) -> None:
         parent.kill()
     assert len(pids) == 2
     assert wait_until_gone(pids[:1], 3) == [], "the idle one sees the end of its input"
-    assert wait_until_gone(pids[1:], 5) == [], "the hanging one ends at its own deadline"
+    assert wait_until_gone(pids[1:], 5) == [], "the kernel kills the one that hangs"
+
+
+def test_a_stopped_worker_ends_when_the_parent_is_killed(write_reward: Any) -> None:
+    command = [sys.executable, "-c", PARENT, write_reward(PID)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pids = [int(word) for word in parent.stdout.readline().split()]
+        os.kill(pids[0], signal.SIGSTOP)
+        parent.kill()
+    assert wait_until_gone(pids, 30) == []
 
 
 def test_a_worker_imports_nothing_heavy() -> None:

@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rally.rewards import Score
-from rally.rewards.score import decode, encode
+from rally.rewards.score import decode, encode, reward_metrics
+from rally.track.metrics.validation_metrics import validation_metrics
+from rally.types import Episode, Segment, StopReason, Task
 
 
 @pytest.mark.parametrize(
@@ -45,6 +47,8 @@ def test_a_dict_gives_its_score_and_keeps_the_rest() -> None:
         (math.nan, "nan"),
         (math.inf, "inf"),
         ({"score": -math.inf}, "-inf"),
+        (10**400, "0...; return a finite number"),
+        ({"score": 10**5000}, "a value of type int; return a finite number"),
         (None, "returned None; return a number"),
         ("1.0", "str"),
         ([1.0], "list"),
@@ -83,3 +87,20 @@ def test_any_text_crosses_unchanged_in_one_line(value: dict[str, Any]) -> None:
     line = encode(value | {"broken": "\ud800", "break": "a\nb\u2028c"})
     assert line.count(b"\n") == 1 and line.endswith(b"\n")
     assert decode(line) == value | {"broken": "\ud800", "break": "a\nb\u2028c"}
+
+
+def test_numbers_beyond_float_range_beside_the_reward_harm_nobody() -> None:
+    info = {"score": 1.0, "big": 10**400, "bigger": 10**5000}
+    assert decode(encode(info)) == info | {"bigger": "an integer of 16610 bits"}
+    task = Task(id="t", data_source="d", prompt=({"role": "user", "content": "?"},))
+    episode = Episode(
+        id="e",
+        task=task,
+        group="g",
+        stop_reason=StopReason.STOP,
+        segments=(Segment(prompt_ids=(1,)),),
+        reward=1.0,
+        reward_info=info,
+    )
+    assert reward_metrics([episode])["reward/score/mean"] == 1.0
+    assert not any("big" in name for name in (*reward_metrics([episode]), *validation_metrics([episode], 1)))

@@ -1,14 +1,14 @@
 """The memory formula agrees with measured peaks, and a cheaper run costs less."""
 
-import weakref
+import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from live_bytes import LiveBytes
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rally.config import Config, load_config
@@ -20,10 +20,12 @@ from rally.runs.cost_estimate import (
     activation_bytes,
     at_once,
     memory_problem,
+    packed_tokens,
     size_from,
     step_time,
     training_costs,
 )
+from rally.runs.host_memory import host_costs, host_memory_problem
 from rally.train import offload as offloading
 from rally.train.batch import TrainBatch
 from rally.train.packing import Row
@@ -64,13 +66,82 @@ def test_adapters_need_no_optimizer_for_the_base_and_no_reference() -> None:
     full = {one.what: one.bytes for one in training_costs(config_of(kl), QWEN, size_from(QWEN), 2)}
     lora = {one.what: one.bytes for one in training_costs(config_of(kl, f"{M}.lora_rank=16"), QWEN, size, 2)}
     assert full["reference policy"] == full["weights"] == lora["weights"] and "reference policy" not in lora
-    assert lora["Adam's two moments, float32"] < full["Adam's two moments, float32"] / 50
+    assert lora["Adam's two moments"] < full["Adam's two moments"] / 50
+
+
+def test_fp8_weights_of_the_rollout_are_counted() -> None:
+    layers = 28 * (1536 * (2 * 1536 + 2 * 256) + 3 * 1536 * 8960)
+    copies = named(f"{R}.quantization=fp8")["the rollout's FP8 weights"]
+    assert layers <= copies < 1.001 * layers and "the rollout's FP8 weights" not in named()
 
 
 def test_a_critic_is_counted_with_its_optimizer() -> None:
     size = size_from(QWEN)
     costs = {one.what: one.bytes for one in training_costs(config_of("algorithm.adv_estimator=gae"), QWEN, size, 2)}
-    assert costs["critic with its optimizer"] == 18 * size.parameters
+    assert costs["critic with its optimizer"] == 14 * size.parameters
+    assert costs["gradients, float32"] == 4 * size.parameters, "one is updated after the other"
+
+
+def test_a_critic_has_no_output_head() -> None:
+    untied = Qwen2Config(**{**QWEN.to_dict(), "tie_word_embeddings": False})
+    size, config = size_from(untied), config_of("algorithm.adv_estimator=gae")
+    costs = {one.what: one.bytes for one in training_costs(config, untied, size, 2)}
+    assert costs["critic with its optimizer"] == 14 * (size.parameters - 151936 * 1536)
+    problem = str(memory_problem(config, untied, size, 2, 16 * 10**9))
+    assert problem.count("AdamW8bit") == 2 and "set critic.optim.optimizer=AdamW8bit" in problem
+
+
+def test_the_plan_holds_the_larger_update() -> None:
+    """Policy and critic are updated one after the other, each within its own limit."""
+    critic, policy = "activations of the critic's update", "activations of the update"
+    sizes = ("algorithm.adv_estimator=gae", "data.max_prompt_length=512", "data.max_response_length=512")
+    limits = [f"{A}.ppo_max_token_len_per_gpu=8192", "critic.ppo_max_token_len_per_gpu=65536"]
+    large = named(*sizes, *limits)
+    assert policy not in large and large[critic] == 2 * named(*sizes, limits[0], f"{limits[1][:-5]}32768")[critic]
+    assert named(*sizes, limits[0], f"{limits[1][:-5]}4096")[policy] == named(*sizes[1:], limits[0])[policy]
+    resting = named(*sizes, *limits, "critic.fsdp_config.param_offload=true")
+    assert resting == large, "its weights are there in its update"
+    lora = named(*sizes, *limits, size=size_from(QWEN, LoraSettings(rank=16)))
+    assert lora["gradients, float32"] == 4 * size_from(QWEN).parameters, "of the critic"
+    offload = [f"{one}.fsdp_config.optimizer_offload=true" for one in (A, "critic")]
+    keys = config_of(*sizes, *limits, *offload, "critic.model.enable_activation_offload=true")
+    problem = str(memory_problem(keys, QWEN, size_from(QWEN), 2, 10**9))
+    assert "lower critic.ppo_max_token_len_per_gpu" in problem and "to a smaller model" in problem
+    assert "critic.fsdp_config.optimizer_offload=true" not in problem, "it is set"
+
+
+def test_a_micro_batch_keeps_to_both_limits() -> None:
+    sizes = ("data.max_prompt_length=512", "data.max_response_length=512", f"{A}.ppo_max_token_len_per_gpu=8192")
+    rows = f"{A}.ppo_micro_batch_size_per_gpu"
+    assert packed_tokens(config_of(*sizes)) == 8192 == packed_tokens(config_of(*sizes, f"{rows}=100"))
+    assert packed_tokens(config_of(*sizes, f"{rows}=2")) == 2 * 1024
+    assert packed_tokens(config_of(*sizes, f"{rows}=100", f"{A}.use_dynamic_bsz=false")) == 100 * 1024
+
+
+def test_teachers_are_in_both_plans(tmp_path: Path) -> None:
+    SMALL.save_pretrained(tmp_path)
+    weights, keys = 2 * size_from(SMALL).parameters, ["distillation.enabled=true"]
+    for name in ("one", "two"):
+        teacher = f"distillation.teacher_models.{name}"
+        keys += [f"{teacher}.key={name}", f"{teacher}.model_path={tmp_path}", f"{teacher}.inference.dtype=bfloat16"]
+    what, offload = "teachers of distillation", "distillation.param_offload=true"
+    assert named(*keys)[what] == 2 * weights and host(*keys) == host()
+    assert named(*keys, offload)[what] == weights and host(*keys, offload) == [2 * weights, *host()]
+    assert named(*keys, "distillation.teacher_models.two.inference.dtype=float32")[what] == 3 * weights
+    served = ("distillation.teacher_models.two.server.url=http://localhost:1",)
+    served = (*served, "distillation.teacher_models.two.inference={name: rally}")
+    assert named(*keys, *served)[what] == weights
+    sharded = ("trainer.n_gpus_per_node=2", "trainer.device=cpu", *keys[:1], *keys[2:4])
+    assert named(*sharded)[what] == weights // 2
+    QWEN.save_pretrained(tmp_path)
+    size, single = size_from(QWEN), (*keys[:1], *keys[2:4], f"{M}.lora_rank=16")
+    lora = size_from(QWEN, LoraSettings(rank=16))
+    room = sum(named(f"{M}.lora_rank=16", size=lora).values())
+    assert memory_problem(config_of(f"{M}.lora_rank=16"), QWEN, lora, 2, room) is None
+    assert "or set distillation.param_offload=true" in str(memory_problem(config_of(*single), QWEN, lora, 2, room // 2))
+    assert "let a server answer" in str(memory_problem(config_of(*single, offload), QWEN, lora, 2, room // 2))
+    text = str(host_memory_problem(config_of(*single, offload), QWEN, size, 2, 10**9))
+    assert "set distillation.param_offload=false" in text
 
 
 def test_time_falls_with_what_the_hardware_can_do_and_grows_with_the_work() -> None:
@@ -96,11 +167,11 @@ def test_the_plan_knows_the_offload_keys_and_the_ranks() -> None:
     assert offloaded["weights"] == plain["weights"] == 2 * count
     assert sum(plain.values()) - sum(offloaded.values()) == 12 * count
     four = named("trainer.n_gpus_per_node=4", "trainer.device=cpu")
-    assert four["weights"] == 2 * count // 4 and four["Adam's two moments, float32"] == pytest.approx(
-        2 * count, rel=1e-6
-    )
+    assert four["weights"] == 2 * count // 4 and four["Adam's two moments"] == pytest.approx(2 * count, rel=1e-6)
     assert 0 < four["gathered layers"] < 2 * count / 2
-    gathered = named("trainer.n_gpus_per_node=4", "trainer.device=cpu", f"{A}.fsdp_config.offload_policy=true")
+    assert four["engine's copy of the policy"] == 2 * count, "it stays while the policy is updated"
+    served = "actor_rollout_ref.rollout.name=vllm"
+    gathered = named("trainer.n_gpus_per_node=4", "trainer.device=cpu", f"{A}.fsdp_config.offload_policy=true", served)
     assert set(gathered) == {"gathered layers", "activations of the update"}
     activations = "activations of the update"
     assert named(f"{M}.enable_activation_offload=true")[activations] < plain[activations]
@@ -112,42 +183,105 @@ def test_what_cannot_fit_is_one_sentence_with_the_keys_that_help() -> None:
     problem = memory_problem(config_of(), QWEN, size, 2, 16 * 10**9)
     assert problem is not None and "Adam's two moments" in problem and "optimizer_offload=true" in problem
     assert problem.startswith("an update needs about") and problem.count("optimizer_offload=true") == 1
+    assert "or set actor.optim.optimizer=AdamW8bit" in problem
     keys = (f"{A}.fsdp_config.optimizer_offload=true", f"{A}.ppo_max_token_len_per_gpu=4096")
     assert memory_problem(config_of(*keys), QWEN, size, 2, 16 * 10**9) is None
 
 
-class LiveBytes(TorchDispatchMode):
-    """Counts the memory of all tensors that operations return, while it lives."""
+def test_moments_of_8_bits_take_a_quarter() -> None:
+    size, key = size_from(QWEN), f"{A}.optim.optimizer=AdamW8bit"
+    plain, coded = (
+        {cost.what: cost.bytes for cost in training_costs(config_of(*keys), QWEN, size, 2)} for keys in ((), (key,))
+    )
+    assert coded.pop("Adam's two moments") == pytest.approx(plain.pop("Adam's two moments") * 2.03125 / 8)
+    assert coded == plain
+    assert host(key) == [int(6.03125 * size.parameters) + 2 * size.parameters]
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.now, self.peak = 0, 0
-        self._known: set[int] = set()
 
-    def add(self, value: torch.Tensor) -> None:
-        storage = value.untyped_storage()
-        if storage._cdata not in self._known:
-            size = storage.nbytes()
-            self._known.add(storage._cdata)
-            self.now += size
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self._freed, storage._cdata, size)
+def host(*keys: str) -> list[int]:
+    return [cost.bytes for cost in host_costs(config_of(*keys), QWEN, size_from(QWEN), 2)]
 
-    def _freed(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.now -= size
 
-    def uncounted(self, value: torch.Tensor) -> torch.Tensor:
-        """A copy in main memory, which is not the device's."""
-        with _disable_current_modes():
-            return value.detach().clone()
+def test_main_memory_that_does_not_suffice_is_one_sentence() -> None:
+    size = size_from(QWEN)
+    states, weights = 12 * size.parameters, 2 * size.parameters
+    offload, wait = f"{A}.fsdp_config.optimizer_offload=true", f"{A}.checkpoint.async_save=false"
+    for save_freq in (-1, 5):  # the last step is always saved
+        often = f"trainer.save_freq={save_freq}"
+        assert host(often) == [states + weights] == host(often, wait)
+        assert host(often, offload) == [states, states + weights]
+        assert host(often, offload, wait) == [states, weights]
+    two = ("trainer.nnodes=2", "trainer.n_gpus_per_node=1", "trainer.launcher=ray")
+    assert host(*two, offload, wait) == [states // 2, weights]
+    sent = ("trainer.v1.trainer_mode=separate_async", f"{R}.checkpoint_engine.backend=nccl")
+    assert host(*sent, wait) == [states + weights, weights]
+    config = config_of("trainer.save_freq=5", offload)
+    assert host_memory_problem(config, QWEN, size, 2, 40 * 10**9) is None
+    assert host_memory_problem(config, QWEN, size, 2, 30 * 10**9) == (
+        "the run needs about 37.4 GiB of main memory and 27.9 GiB are free (17.3 GiB what training keeps there, 20.1 "
+        "GiB the copy of a checkpoint); set actor.checkpoint.async_save=false, or set "
+        "actor.fsdp_config.optimizer_offload=false, or set actor.optim.optimizer=AdamW8bit, or set model.lora_rank, or "
+        "use a machine with more main memory"
+    )
+    assert host_memory_problem(config_of(offload, wait), QWEN, size, 2, 30 * 10**9) is None
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self.add(leaf)
-        return result
+
+def test_replicas_hold_the_same_once_more() -> None:
+    """HSDP: four ranks on two nodes, two of which hold everything together."""
+    ranks = ("trainer.nnodes=2", "trainer.n_gpus_per_node=2", "trainer.launcher=ray", "trainer.device=cpu")
+    hsdp, size = f"{A}.fsdp_config.fsdp_size=2", size_from(QWEN)
+    four, two = (
+        {cost.what: cost.bytes for cost in training_costs(config_of(*ranks, *keys), QWEN, size, 2)}
+        for keys in ((), (hsdp,))
+    )
+    for what in ("weights", "gradients, float32", "master weights, float32", "Adam's two moments"):
+        assert two[what] == pytest.approx(2 * four[what], rel=1e-6)
+    states, weights, offload = 12 * size.parameters, 2 * size.parameters, f"{A}.fsdp_config.optimizer_offload=true"
+    assert host(*ranks, offload) == [states // 2, states // 2 + weights]
+    assert host(*ranks, offload, hsdp) == [states, states + weights], "each node holds one replica of all"
+    assert host(*ranks, offload, f"{A}.fsdp_config.fsdp_size=1") == [2 * states, states + weights], "one is written"
+    assert host(f"{A}.fsdp_config.fsdp_size=8") == host(), "one process is one shard"
+
+
+def test_main_memory_holds_weights_at_rest() -> None:
+    weights, copy = 2 * size_from(QWEN).parameters, host()[-1]
+    assert host(f"{A}.fsdp_config.param_offload=true") == [copy], "the embedded engine samples from them"
+    served = ("actor_rollout_ref.rollout.name=vllm", f"{A}.fsdp_config.param_offload=true")
+    assert host(*served) == [weights, copy]
+    reference = ("actor_rollout_ref.ref.fsdp_config.param_offload=true", f"{A}.use_kl_loss=true")
+    assert host(*reference) == [weights, copy] and host(*served, *reference) == [2 * weights, copy]
+    assert host(reference[0]) == [copy], "no KL term asks for it"
+    critic = ("algorithm.adv_estimator=gae", "critic.fsdp_config.param_offload=true")
+    assert host(*critic)[0] == weights
+
+
+def test_main_memory_holds_the_critics_own_model(tmp_path: Path) -> None:
+    """critic.model.path may be much smaller than the policy."""
+    SMALL.save_pretrained(tmp_path)
+    critic = ("algorithm.adv_estimator=gae", f"critic.model.path={tmp_path}")
+    small = size_from(SMALL).parameters
+    assert host(*critic) == [host()[0] + 14 * small]
+    wide = (*critic, "critic.model.enable_activation_offload=true", "critic.ppo_max_token_len_per_gpu=16384")
+    assert host(*wide)[0] == host(*wide, f"{A}.ppo_max_token_len_per_gpu=1024")[0], "it has a limit of its own"
+    assert host(*wide)[0] == 2 * host(*wide, "critic.ppo_max_token_len_per_gpu=8192")[0]
+    offload = (*critic, "critic.model.enable_activation_offload=true")
+    many = host(*offload, "critic.model.recompute_num_layers=6")[0]
+    assert many == host(*offload)[0] == host(*offload, f"{M}.enable_gradient_checkpointing=false")[0]
+    assert host(*offload, "critic.model.recompute_num_layers=2")[0] > many
+    assert host(*offload, f"{M}.recompute_num_layers=2")[0] > many, "without a value of its own it takes the policy's"
+    assert many == 6 * 2 ** math.ceil(math.log2(2 * 128 * packed_tokens(config_of(*offload), critic=True)))
+
+
+def test_main_memory_holds_activations_in_powers_of_two() -> None:
+    copy, offload = host()[-1], f"{M}.enable_activation_offload=true"
+    sizes = ("data.max_prompt_length=512", "data.max_response_length=512", f"{A}.ppo_max_token_len_per_gpu=16384")
+    assert host(*sizes, offload) == [28 * 2**26, copy], "the inputs of 28 layers, of 50 MB each"
+    every = host(*sizes, offload, f"{M}.enable_gradient_checkpointing=false")[0]
+    # of a layer: 5 hidden states and the queries, the keys and values, and three tensors of the MLP
+    assert every == 28 * (6 * 2**26 + 2 * 2**23 + 3 * 2**29)
+    assert host(*sizes, offload, f"{M}.recompute_num_layers=21")[0] == 21 * 2**26 + 7 * every // 28
+    problem = host_memory_problem(config_of(*sizes, offload), QWEN, size_from(QWEN), 2, 10**9)
+    assert problem is not None and "set model.enable_activation_offload=false" in problem
 
 
 SMALL = Qwen2Config(
@@ -185,7 +319,14 @@ def counted_peak(config: Config, tokens: int, monkeypatch: pytest.MonkeyPatch) -
         for parameter in model.parameters():
             live.add(parameter)
         attention.install(model)
-        policy = Policy(model, OptimizerSettings(), 2, config.model.enable_gradient_checkpointing, offload=offload)
+        policy = Policy(
+            model,
+            OptimizerSettings(),
+            2,
+            config.model.enable_gradient_checkpointing,
+            recompute=config.model.recompute_num_layers,
+            offload=offload,
+        )
         live.peak = live.now
         for step in range(2):
             update_policy(policy, batch, UpdateSettings(mini_batch_groups=tokens // 256), step=step)
@@ -197,11 +338,19 @@ def counted_peak(config: Config, tokens: int, monkeypatch: pytest.MonkeyPatch) -
     [
         (),
         (f"{M}.enable_gradient_checkpointing=false",),
+        (f"{M}.recompute_num_layers=3",),
         (f"{M}.enable_activation_offload=true",),
         (f"{A}.fsdp_config.optimizer_offload=true",),
         (f"{A}.fsdp_config.optimizer_offload=true", f"{M}.enable_activation_offload=true"),
     ],
-    ids=["checkpointing", "all activations", "activations offloaded", "optimizer offloaded", "both offloaded"],
+    ids=[
+        "checkpointing",
+        "all activations",
+        "three layers",
+        "activations offloaded",
+        "optimizer offloaded",
+        "both offloaded",
+    ],
 )
 def test_the_plan_is_within_a_tenth_of_the_counted_peak(keys: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = ("data.max_prompt_length=1", "data.max_response_length=256", "data.train_batch_size=8")

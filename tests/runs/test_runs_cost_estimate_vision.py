@@ -15,7 +15,7 @@ from rally.models.lora import LoraSettings, add_adapters
 from rally.models.vision import FEATURE_CACHE_BYTES, image_features, image_parts_of
 from rally.models.vision_loading import freeze_tower
 from rally.models.vision_memory import vision_shape
-from rally.runs.cost_estimate import activation_bytes, size_from, size_of
+from rally.runs.cost_estimate import activation_bytes, described_critic, size_from, size_of, training_costs
 
 A, M = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 
@@ -42,6 +42,48 @@ def test_a_frozen_tower_is_not_trained(family: str) -> None:
     assert size_from(model.config, tower_frozen=True) == size_of(model)
     [tower] = image_parts_of(model).values()
     assert size_of(model).trained == size_of(model).parameters - sum(p.numel() for p in tower.parameters())
+
+
+def test_a_tower_that_is_shown_no_image_needs_no_activations_and_no_optimizer() -> None:
+    """Servers are sent only tokens, so its weights are not trained."""
+    config, [tower] = make_vision_model("qwen3_vl").config, image_parts_of(make_vision_model("qwen3_vl")).values()
+    served, own = config_of("actor_rollout_ref.rollout.name=vllm"), config_of()
+    frozen = config_of(f"{A}.freeze_vision_tower=true")
+    assert activation_bytes(served, config, 4) < activation_bytes(frozen, config, 4) < activation_bytes(own, config, 4)
+    counted = size_from(config, text_only=True)
+    assert counted == size_from(config, tower_frozen=True)
+    assert size_from(config).trained - counted.trained == sum(p.numel() for p in tower.parameters())
+
+
+def test_a_critic_of_a_vision_model_used_for_text_does_not_train_the_tower(tmp_path: Path) -> None:
+    """`critic_of` freezes it then."""
+    model = make_vision_model("qwen3_vl")
+    model.config.save_pretrained(tmp_path)
+    [tower] = image_parts_of(model).values()
+    unused = sum(p.numel() for p in tower.parameters())
+    for own in ((), (f"critic.model.path={tmp_path}",)):
+        text, shown = (
+            described_critic(
+                config_of("algorithm.adv_estimator=gae", f"actor_rollout_ref.rollout.name={name}", *own),
+                model.config,
+                size_from(model.config, text_only=name == "vllm"),
+            ).size
+            for name in ("vllm", "embedded")
+        )
+        assert shown.trained == shown.parameters == text.parameters
+        assert shown.trained - text.trained == unused > 0
+
+
+def test_ranks_gather_the_whole_tower_where_images_are_shown() -> None:
+    model, ranks = make_vision_model("qwen3_vl"), ("trainer.n_gpus_per_node=2", "trainer.device=cpu")
+    [tower] = image_parts_of(model).values()
+
+    def gathered(*keys: str) -> int:
+        costs = training_costs(config_of(*ranks, *keys), model.config, size_of(model), 4)
+        return next(cost.bytes for cost in costs if cost.what == "gathered layers")
+
+    both = gathered() - gathered("actor_rollout_ref.rollout.name=vllm")
+    assert both == 4 * sum(p.numel() for p in tower.parameters())
 
 
 @pytest.mark.parametrize("family", FAMILIES)

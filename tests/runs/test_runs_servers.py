@@ -192,6 +192,23 @@ def test_handles_are_for_the_trainers_own_gpu(home: Path, tmp_path: Path) -> Non
             run_config(home, tmp_path / "run", *elsewhere, f"{R}.{key}")
 
 
+def test_a_broadcast_that_cannot_leave_this_machine_is_refused(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL uses the same interfaces for all groups of a process, and ranks of one machine need loopback only."""
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")  # as the process group of the ranks sets it
+    two, gpu = Namespace(world_size=2), torch.device("cuda", 0)
+    on_gpus = Namespace(device=gpu, dtype=torch.bfloat16, rally_ranks=two, parameters=list, config=Namespace())
+    keys = (f"{R}.name=rally", f"{R}.mode=server", f"{R}.checkpoint_engine.backend=nccl", "trainer.n_gpus_per_node=2")
+    away = run_config(home, tmp_path / "run", *keys, "trainer.device=cpu", f"{R}.server.url=http://10.0.0.1:1")
+    with pytest.raises(EngineError, match=r"the server 10.0.0.1: the 2 ranks .* set the variable NCCL_SOCKET_IFNAME"):
+        transport_of(away, on_gpus)
+    here = run_config(home, tmp_path / "run", *keys, "trainer.device=cpu", f"{R}.server.url=http://127.0.0.1:1")
+    for config, interface in ((here, "lo"), (away, "eth0")):
+        monkeypatch.setenv("NCCL_SOCKET_IFNAME", interface)
+        transport_of(config, on_gpus).close()
+
+
 @pytest.mark.parametrize(
     ("keys", "gpus", "shown"),
     [

@@ -17,7 +17,7 @@ from train_cases import Paper, write_reward
 
 from rally.config import load_config
 from rally.data import write_rows
-from rally.engines.remote import LaunchedServer
+from rally.engines.remote import BroadcastWeights, LaunchedServer
 from rally.engines.remote.canary import PROMPT_TOKENS
 from rally.runs.train import train
 from rally.track import RunFolder
@@ -91,6 +91,7 @@ def test_a_run_over_the_real_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             "rollout": {
                 "name": "vllm",
                 "mode": "standalone",
+                "checkpoint_engine": {"backend": "nccl"},  # by gloo here; the restarted server gets files
                 "n": 2,
                 "max_num_seqs": 8,
                 "max_num_batched_tokens": 128,  # fewer than a prompt has
@@ -103,9 +104,14 @@ def test_a_run_over_the_real_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         },
         "custom_reward_function": {"path": str(write_reward(tmp_path))},
         "reward": {"num_workers": 1},
-        "trainer": {"default_local_dir": str(tmp_path / "run"), "total_training_steps": 3, "save_freq": 1},
+        "trainer": {"default_local_dir": str(tmp_path / "run"), "total_training_steps": 3, "save_freq": 1}
+        | {"v1": {"trainer_mode": "separate_async", "separate_async": {"num_warmup_batches": 0}}},
     }
+    sent: list[int] = []
+    close = BroadcastWeights.close
+    monkeypatch.setattr(BroadcastWeights, "close", lambda self: (sent.append(self.sent), close(self)))
     train(load_config(base=tree), Paper().console)
+    assert sent == [3]
     folder = RunFolder(tmp_path / "run")
     metrics = [row.metrics for row in folder.read_metrics()]
     assert [row["engine/restarts"] for row in metrics] == [0, 1, 1]

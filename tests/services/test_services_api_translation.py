@@ -84,6 +84,40 @@ def test_results_of_tools_come_before_the_text_of_their_message() -> None:
         MessagesRequest.model_validate(body | {"mcp_servers": [{"url": "x"}]}).chat()
 
 
+@pytest.mark.parametrize(
+    "field", [{"defer_loading": True}, {"allowed_callers": ["code_execution_20250825"]}, {"input_examples": [{"x": 1}]}]
+)
+def test_what_a_tool_asks_for_and_does_not_get_is_refused(field: dict[str, Any]) -> None:
+    ask, schema = [{"role": "user", "content": "x"}], {"type": "object", "properties": {}}
+    plain = {"defer_loading": False, "allowed_callers": ["direct"], "input_examples": [], "strict": True}
+    tools: list[dict[str, Any]] = [{"name": "f", "input_schema": schema, **plain}]
+    assert MessagesRequest.model_validate({"model": "m", "messages": ask, "tools": tools}).chat().tools
+    with pytest.raises(Refused, match=f"tools.0.{next(iter(field))} is not supported"):
+        tools = [{"name": "f", "input_schema": schema, **field}]
+        MessagesRequest.model_validate({"model": "m", "messages": ask, "tools": tools}).chat()
+    with pytest.raises(Refused, match=f"tools.0.{next(iter(field))} is not supported"):
+        tools = [{"type": "function", "name": "f", "parameters": schema, **field}]
+        ResponsesRequest.model_validate({"model": "m", "input": "x", "tools": tools}).chat([])
+
+
+def test_ways_of_reasoning_that_do_not_exist_here_are_refused() -> None:
+    def chat(**reasoning: Any) -> Any:
+        return ResponsesRequest.model_validate({"model": "m", "input": "x", "reasoning": reasoning}).chat([])
+
+    assert chat(effort="low", summary="auto", mode="standard", context="auto").reasoning_effort == "low"
+    for reasoning in ({"mode": "pro"}, {"context": "all_turns"}, {"depth": 3}):
+        with pytest.raises(Refused, match=f"reasoning.{next(iter(reasoning))} is not supported"):
+            chat(**reasoning)
+
+
+def test_a_reply_does_not_continue_the_assistants_last_message() -> None:
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "{"}]
+    request = MessagesRequest.model_validate({"model": "m", "max_tokens": 5, "messages": messages})
+    with pytest.raises(Refused, match="a reply here does not continue it"):
+        request.check_answerable()
+    assert request.chat(), "its tokens can be counted"
+
+
 CODING_AGENT = {
     "model": "m",
     "max_tokens": 100,

@@ -39,6 +39,7 @@ async def test_only_who_knows_the_token_is_served(engine: EmbeddedEngine) -> Non
         for headers in ({}, {"Authorization": "Bearer guess"}, {"Authorization": "Bearer "}):
             refused = await http.post("/generate", json=REQUEST, headers=headers)
             assert refused.status_code == 401 and refused.json()["error"]["code"] == "invalid_api_key"
+            assert refused.json()["error"]["type"] == "authentication_error"
             assert (await http.get("/metrics", headers=headers)).status_code == 401
         known = {"Authorization": "Bearer geheim"}
         assert (await http.post("/generate", json=REQUEST, headers=known)).status_code == 200

@@ -11,11 +11,16 @@ from small_models import make_model
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rally.chat import ChatCodec, tiny_tokenizer
+from rally.chat.grammars import Constraint
 from rally.engines import EmbeddedEngine, EngineSettings
 from rally.models.load import load_tokenizer
-from rally.services.admission import Served
+from rally.services.admission import SamplingAsk, Served
+from rally.services.anthropic_api import message_of
 from rally.services.engine import create_app
 from rally.services.openai_api import left_out
+from rally.services.openai_responses import CompletionResponse, ResponseOptions, chat_shape
+from rally.services.responses_api import ResponsesRequest, response_of
+from rally.types import Generation, SamplingParams
 
 CHAT = {"model": "tiny", "messages": QUESTION, "max_tokens": 2}
 TURNS = (
@@ -101,6 +106,7 @@ def test_a_message_that_mentions_the_tool_does_not_count_as_showing_it() -> None
         {"stream_options": {"include_usage": True}},
         {"max_completion_tokens": 3},
         {"n": 0},
+        {"tools": [{"type": "custom", "name": "calculator", "parameters": {}}]},
         {"unknown": 1},
     ],
 )
@@ -113,6 +119,37 @@ async def test_what_would_be_ignored_is_refused_by_name(engine: EmbeddedEngine, 
         assert (await http.post("/v1/chat/completions", json=CHAT | tier)).status_code == 200
 
 
+@pytest.mark.parametrize(
+    "said", [{"function_call": {"name": "f", "arguments": "{}"}}, {"refusal": "no"}, {"audio": {"id": "a"}}]
+)
+async def test_parts_of_a_message_that_no_template_shows_are_refused(
+    engine: EmbeddedEngine, said: dict[str, Any]
+) -> None:
+    async with client(engine, WHOLE) as http:
+        turns = [*QUESTION, {"role": "assistant", "content": None, **said}, *QUESTION]
+        refused = await http.post("/v1/chat/completions", json=CHAT | {"messages": turns})
+        assert refused.status_code == 400
+        assert f"messages.1.{next(iter(said))} is not supported" in refused.json()["error"]["message"]
+        turns[1] = {"role": "assistant", "content": "x", **dict.fromkeys(said)}
+        assert (await http.post("/v1/chat/completions", json=CHAT | {"messages": turns})).status_code == 200
+
+
+async def test_a_client_that_leaves_while_its_body_is_read_is_no_failure(engine: EmbeddedEngine) -> None:
+    app = create_app(Served(engine=engine, tokenizer=tokenizer_with(WHOLE), name="tiny"))
+    head = [(b"host", b"localhost"), (b"content-type", b"application/json"), (b"content-length", b"10")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b"", "headers": head}
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    await app(scope, receive, send)  # an exception would be written to the terminal of the run
+    assert sent[0]["status"] == 499
+
+
 @pytest.mark.parametrize("name", ["llama3_2", "qwen2_5", "qwen3"])
 def test_templates_of_real_models_that_show_tools_are_not_refused(shared: Path, name: str) -> None:
     properties = {"query": {"type": "string", "description": "what <to> find & 'where'"}, "max_results": {}}
@@ -123,6 +160,24 @@ def test_templates_of_real_models_that_show_tools_are_not_refused(shared: Path, 
     turn = {"role": "assistant", "content": "", "tool_calls": [call]}
     for messages in (QUESTION, [{"role": "system", "content": "s"}, *QUESTION], [*QUESTION, turn]):
         assert left_out(codec, messages) is None
+
+
+@pytest.mark.parametrize(("finish", "told"), [("length", "length"), ("stop", "tool_calls")])
+def test_a_reply_that_was_cut_after_a_call_is_no_whole_one(finish: Any, told: str) -> None:
+    codec = ChatCodec(tiny_tokenizer(), "hermes", TOOLS)
+    call = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "1"}}\n</tool_call>'
+    ids = tiny_tokenizer().encode(call + ('\n<tool_call>\n{"name' if finish == "length" else "<|im_end|>"))
+    generation = Generation(ids=tuple(ids), logprobs=(-0.1,) * len(ids), finish=finish)
+    asks = [SamplingAsk([1], SamplingParams(max_tokens=len(ids), stop_ids=codec.stop_ids))]
+    options = ResponseOptions(model="m", logprobs=False, token_ids=False, usage_in_stream=False, choices=1)
+    whole = CompletionResponse(chat_shape(codec, Constraint()), options, asks).whole([generation])
+    (choice,) = whole["choices"]
+    assert choice["finish_reason"] == told and len(choice["message"]["tool_calls"]) == 1
+    response = response_of(whole, ResponsesRequest(model="m", input="x"))
+    assert response["status"] == ("incomplete" if finish == "length" else "completed")
+    assert message_of(whole)["stop_reason"] == ("max_tokens" if finish == "length" else "tool_use")
+    last = list(CompletionResponse(chat_shape(codec, Constraint()), options, asks).ending(0, generation))[-1]
+    assert last["choices"][0]["finish_reason"] == told
 
 
 @pytest.mark.long

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from small_models import make_model
+from transformers import Qwen3MoeConfig
 from typer.testing import CliRunner
 
 from rally.chat import tiny_tokenizer
@@ -46,10 +47,31 @@ def said(monkeypatch: pytest.MonkeyPatch, *words: str) -> str:
         (("--max-model-len", str(10**10)), "that --memory=0.5 allows; raise it, or lower --max-model-len"),
         (("--tokenizer", "/nowhere"), "or a .gguf file as --tokenizer"),
         (("--tool-format", "xml"), "unknown tool-call format 'xml'; choose one of"),
+        (("--speculative-config", "ngram"), "--speculative-config=ngram: Invalid JSON"),
+        (("--speculative-config", '{"method": "eagle"}'), "method: Input should be 'ngram'"),
+        (("--speculative-config", '{"prompt_lookup_min": 9}'), "prompt_lookup_min is more than prompt_lookup_max"),
+        (("--speculative-config", '{"num_speculative_tokens": 3}'), 'without a method; add "method": "ngram"'),
+        (("--quantization", "fp8", "--accept-weights"), "--quantization=fp8 does not work with --accept-weights"),
     ],
 )
 def test_options_are_named(folder: Path, options: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert words in said(monkeypatch, str(folder), *options)
+
+
+def test_a_model_is_served_in_fp8(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("uvicorn.run", lambda app, *_, **__: None)
+    options = ["--quantization", "fp8", "--port", "0", "--max-model-len", "128", "--device", "cpu"]
+    done = CliRunner().invoke(app, ["engine", str(folder), *options])
+    assert done.exit_code == 0, done.exception
+    text = " ".join(done.output.split())
+    assert "start-up check: the rollout in FP8 differs by at most" in text
+    assert "21 linear layers of the rollout compute in FP8" in text and "GiB for FP8 weights" in text
+
+
+def test_experts_are_refused_before_weights_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Qwen3MoeConfig().save_pretrained(tmp_path)
+    told = said(monkeypatch, str(tmp_path), "--quantization", "fp8", "--device", "cpu")
+    assert told == "--quantization=fp8 does not support qwen3_moe, which has experts; leave it out"
 
 
 def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +98,7 @@ async def test_a_client_is_told_in_the_same_words() -> None:
     engine = EmbeddedEngine(make_model(), settings, num_pages=8)
     try:
         for length, asked in ((40, 1), (20, 20)):
-            with pytest.raises(EngineError, match="--max-model-len=32; "):
+            with pytest.raises(EngineError, match=r"is 32 tokens \(--max-model-len\); "):
                 await engine.generate([1] * length, SamplingParams(max_tokens=asked))
     finally:
         await engine.close()

@@ -11,6 +11,7 @@ from typing_extensions import TypedDict
 
 from rally.tools import BadArguments, ToolConfigError, function_tool
 from rally.tools.function_tool import read_docstring
+from rally.tools.sample_arguments import Example, example_of
 
 
 @dataclass
@@ -155,3 +156,29 @@ def test_functions_that_cannot_be_tools_say_why() -> None:
 def test_docstrings_of_other_styles_are_all_summary() -> None:
     assert read_docstring("Adds.\n\n:param a: one").summary == "Adds. :param a: one"
     assert read_docstring("") == read_docstring("  ")
+
+
+def test_the_doctor_calls_a_function_with_its_own_example() -> None:
+    @function_tool(example={"width": 2})
+    def square(width: float) -> str:
+        return str(width * width)
+
+    assert example_of(square) == Example({"width": 2}, known=True)
+
+
+def test_an_example_that_does_not_fit_is_an_error() -> None:
+    with pytest.raises(ToolConfigError, match=r"its own example does not fit its parameters .*; correct it"):
+
+        @function_tool(example={"height": 2})
+        def square(width: float) -> str:
+            return str(width * width)
+
+
+def test_another_schema_keeps_the_rest_of_a_tool() -> None:
+    @function_tool(process=False, example={"width": 2})
+    def square(width: float) -> str:
+        return str(width * width)
+
+    described = {"name": "area", "parameters": square.parameters}
+    renamed = square.with_schema(described)
+    assert (renamed.name, renamed.process, renamed.example) == ("area", False, {"width": 2})

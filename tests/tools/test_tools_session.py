@@ -189,6 +189,13 @@ async def test_cancelling_a_run_is_the_only_way_out() -> None:
         (12, "ok", "12", None, {}),
         ("bad \ud800 half", "ok", "bad ? half", None, {}),
         (("t", float("nan")), "error", "Error: the tool returned the reward nan; it must be a finite number", None, {}),
+        (
+            ("t", 10**5000),
+            "error",
+            "Error: the tool returned the reward a value of type int; it must be a finite number",
+            None,
+            {},
+        ),
         (("t", 0.0, [1]), "error", "Error: the tool returned metrics of type list; they must be a dict", None, {}),
     ],
 )

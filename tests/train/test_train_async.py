@@ -22,11 +22,12 @@ from rally.data import batch_indices
 from rally.engines.embedded import EmbeddedEngine, EngineSettings
 from rally.engines.embedded.engine import MirroredEngine
 from rally.loops import Job
+from rally.replay.update_replay import UpdateReplayError
 from rally.runs.build import engines
 from rally.runs.build import trainer as build
 from rally.runs.train import train
 from rally.track import RunFolder
-from rally.train.async_trainer import GroupAdmission
+from rally.train.async_trainer import WORST, AsyncSettings, AsyncTrainer, GroupAdmission
 from rally.types import SamplingParams
 
 MODE = "trainer.v1.trainer_mode=colocate_async"
@@ -89,6 +90,9 @@ def test_an_update_can_be_repeated_from_the_record(home: Path, tmp_path: Path, l
         app, ["replay", str(tmp_path), "--update", "2", "actor_rollout_ref.actor.optim.lr=1e-4"]
     )
     assert result.exit_code == 1 and "differ" in result.output
+    several = ["trainer.n_gpus_per_node=2", "trainer.device=cpu"]
+    result = CliRunner().invoke(app, ["replay", str(tmp_path), "--update", "2", *several])
+    assert isinstance(result.exception, UpdateReplayError) and "was made by 2 ranks" in str(result.exception)
     assert "give either" in CliRunner().invoke(app, ["replay", str(tmp_path)]).output
 
 
@@ -215,3 +219,18 @@ def test_what_an_asynchronous_run_cannot_do_is_an_error(
 def test_verls_threshold_counts_versions(home: Path, tmp_path: Path, threshold: object, ahead: float) -> None:
     config = run_config(home, tmp_path, MODE, f"trainer.v1.sampler.max_off_policy_threshold={threshold}")
     assert config.batches_ahead == ahead
+    schedule = build.AsyncSettings(ahead=config.batches_ahead)
+    told = build._announced(config, schedule)
+    assert told.startswith(f"colocate_async: {ahead:g} batches are sampled ahead")
+    assert ("max_off_policy_threshold=1" in told) == (threshold == 1)
+
+
+@pytest.mark.parametrize(("schedule", "bound"), [(AsyncSettings(ahead=1.5), 2), (AsyncSettings(fixed_lag=True), 1)])
+def test_a_token_beyond_the_bound_is_reported(schedule: AsyncSettings, bound: int) -> None:
+    trainer, paper = AsyncTrainer.__new__(AsyncTrainer), Paper()
+    trainer.schedule, trainer.console = schedule, paper.console
+    for worst in (-1.0, float(bound)):
+        trainer._check_staleness(3, {WORST: worst})
+    assert paper.text == ""
+    trainer._check_staleness(4, {WORST: bound + 1.0})
+    assert f"step 4 trains on a token that is {bound + 1} weight versions old" in " ".join(paper.text.split())

@@ -33,6 +33,7 @@ from rally.algos.credit_assignment import CreditSettings
 from rally.algos.gae import value_loss
 from rally.algos.losses import token_weights
 from rally.models.load import load_model
+from rally.runs.build.policy_and_critic import critic_of
 from rally.runs.evaluate import evaluate
 from rally.runs.train import train
 from rally.train.batch import TrainBatch, rows_of
@@ -194,6 +195,17 @@ def test_a_critic_begins_as_the_policy(home: Path) -> None:
     policy = load_model(str(home / "model")).base_model
     ours = {name: value for name, value in weights(model).items() if not name.startswith("value_head")}
     assert same(ours, weights(policy)) and not model.get_submodule("value_head").weight.any()
+
+
+def test_a_critic_recomputes_as_many_layers_as_its_own_key_says(home: Path, tmp_path: Path) -> None:
+    def count(*keys: str) -> int | None:
+        checkpointing = "actor_rollout_ref.model.enable_gradient_checkpointing=true"
+        critic = critic_of(ppo_config(home, tmp_path, checkpointing, *keys), None, 1)
+        assert critic is not None
+        return None if critic.learner.recompute is None else critic.learner.recompute.count
+
+    of_policy, own = "actor_rollout_ref.model.recompute_num_layers=1", "critic.model.recompute_num_layers=0"
+    assert (count(), count(of_policy), count(own), count(of_policy, own)) == (None, 1, 0, 0)
 
 
 def critic_weights(folder: Path, step: int) -> dict[str, torch.Tensor]:

@@ -208,6 +208,7 @@ def test_two_steps_of_verls_distillation_and_a_resumed_run_are_the_same(
         log_prob_min_clamp=-10.0,
     )
     final = [AutoModelForCausalLM.from_pretrained(home / "model")]
+    keys.append("actor_rollout_ref.rollout.deterministic=true")
     for out, stops in ((tmp_path / "whole", (2,)), (tmp_path / "resumed", (1, 2))):
         for steps in stops:
             train(run_config(home, out, *keys, f"trainer.total_training_steps={steps}"), paper.console)
@@ -227,6 +228,10 @@ def test_two_steps_of_verls_distillation_and_a_resumed_run_are_the_same(
         ([*words(Path("t"), use_task_rewards=False), "actor_rollout_ref.actor.entropy_coeff=0.1"], "has no effect"),
         ([*words(Path("t"), policy_loss_mode="gspo")], "policy_loss_mode"),
         ([*words(Path("t")), "distillation.teacher_models.b.model_path=u"], "several teachers"),
+        (
+            [*words(Path("t")), "distillation.teacher_models.teacher_model.inference.dtype=bf16"],
+            "use one of auto, float",
+        ),
         ([*words(Path("t"), loss_mode="jsd_full"), "trainer.n_gpus_per_node=2"], "one GPU only"),
     ],
 )

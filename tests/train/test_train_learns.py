@@ -36,7 +36,7 @@ from rally.types import Episode
 
 pytestmark = pytest.mark.slow
 
-STEPS = 10
+STEPS = 8
 SEEDS = (1, *(pytest.param(seed, marks=pytest.mark.long) for seed in (2, 3)))
 
 

@@ -7,11 +7,13 @@ import pytest
 import torch
 from small_models import make_model
 from torch import Tensor, nn
-from train_cases import same, uneven_episodes, weights
+from train_cases import calm_model, same, uneven_episodes, weights
 
+from rally.config import load_config
 from rally.models import attention
 from rally.models.lora import LoraSettings, add_adapters
-from rally.models.residence import on_device
+from rally.models.residence import Residence, on_device
+from rally.runs.build.update_settings import policy_offload_of
 from rally.train.batch import build_batch
 from rally.train.offload import ActivationOffload, OffloadSettings
 from rally.train.packing import pack
@@ -57,7 +59,8 @@ def trained(offload: OffloadSettings, dtype: Any, device: str = "cpu", **case: A
     metrics = []
     for seed in range(3):
         with awake(reference):
-            metrics.append(update_policy(policy, build_batch(uneven_episodes(seed)), UPDATE, reference=reference))
+            found = update_policy(policy, build_batch(uneven_episodes(seed)), UPDATE, reference=reference)
+            metrics.append({name: value for name, value in found.items() if not name.startswith("perf/")})
     return Run(policy, reference, metrics)
 
 
@@ -132,6 +135,35 @@ def test_weights_and_small_tensors_stay_on_the_device() -> None:
     assert all(map(torch.equal, found, gradients(large)))
 
 
+def test_what_returns_has_the_strides_it_had_and_repeated_elements_move_once() -> None:
+    """torch's kernels require the strides of a mask, and sum in an order that depends on those of a product."""
+    seen: list[Tensor] = []
+
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, value: Tensor) -> Tensor:
+            ctx.save_for_backward(value)
+            return value.square()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+            seen.extend(ctx.saved_tensors)
+            return 2 * ctx.saved_tensors[0] * gradients[0]
+
+    whole = torch.randn(6, 16, requires_grad=True)
+    padded, transposed, repeated = whole[:, :9], whole.t(), whole[:1, None].expand(1, 5, 16)
+    offload = ActivationOffload(min_bytes=1)
+    with offload.hooks():
+        total = torch.stack([Square.apply(view).sum() for view in (padded, transposed, repeated)]).sum()
+        offload.offloaded = 0
+        Square.apply(repeated)
+        assert offload.offloaded == 16 * 4
+        total.backward()
+    expected = [repeated, transposed, padded]
+    assert [(x.shape, x.stride()) for x in seen] == [(x.shape, x.stride()) for x in expected]
+    assert all(map(torch.equal, seen, expected))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_saved_state_is_the_same_with_and_without_offloading(dtype: Any) -> None:
     plain, offloaded = trained(NOTHING, dtype).policy, trained(EVERYTHING, dtype).policy
@@ -173,3 +205,57 @@ def test_a_reference_that_rests_cannot_be_asked_by_accident() -> None:
     packed = pack(build_batch(uneven_episodes()).rows, torch.device("cuda"))
     with pytest.raises(RuntimeError):
         reference(packed, 1.0)
+
+
+def test_weights_rest_when_the_last_of_overlapping_users_leaves() -> None:
+    """Users in several threads need not leave in the order in which they came."""
+    residence = Residence(calm_model())
+    residence.rest()
+    first, second = residence.use(), residence.use()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not residence.resting, "it is in use"
+    second.__exit__(None, None, None)
+    assert residence.resting
+
+
+def test_a_user_whose_weights_found_no_room_is_no_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    residence = Residence(calm_model())
+    residence.rest()
+
+    def no_room(*_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(residence, "_move", no_room)
+        with residence.use():
+            pass
+    with residence.use():
+        assert not residence.resting
+    assert residence.resting
+
+
+def test_weights_that_are_in_use_rest_afterwards() -> None:
+    residence = Residence(calm_model())
+    with residence.use():
+        residence.rest()
+        assert not residence.resting
+    assert residence.resting
+    with residence.use():
+        residence.wake()
+    assert not residence.resting, "it was told to stay"
+
+
+@pytest.mark.parametrize(
+    ("words", "rests"),
+    [
+        ([], False),
+        (["actor_rollout_ref.rollout.name=rally"], True),
+        (["trainer.n_gpus_per_node=2"], True),
+        (["trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.fsdp_config.offload_policy=true"], False),
+    ],
+)
+def test_the_policy_rests_unless_an_engine_samples_from_its_own_weights(words: list[str], rests: bool) -> None:
+    given = ["trainer.device=cpu", "actor_rollout_ref.actor.fsdp_config.param_offload=true", *words]
+    assert policy_offload_of(load_config(overrides=given)).params is rests

@@ -16,7 +16,7 @@ from train_cases import Gradients, difference, size
 from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 
 from rally.models import attention
-from rally.train.forward import fused_layers as packed_module
+from rally.train.forward import packed_attention as packed_module
 from rally.train.forward.logprobs import token_logprobs
 from rally.train.packing import CHUNK, KEYS_PER_TOKEN, PackedRows, Row, micro_batches, pack, shared
 from rally.types import Image, ImageSpan

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import json
 import random
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from benchmarks.architectures import small_model, words
 from rally.distributed.message_encoding import rows_of_arrays, rows_to_arrays
 from rally.engines.base import EngineError, ReplicaGone
 from rally.engines.embedded import EngineCore, EngineSettings
+from rally.engines.remote.rally_api import Rally
 from rally.engines.remote.server_api import GenerationRequest, Launch
 from rally.engines.remote.sglang_api import Sglang
 from rally.engines.remote.vllm_api import Vllm
@@ -319,9 +321,17 @@ def test_servers_are_launched_with_the_flag(monkeypatch: pytest.MonkeyPatch) -> 
         memory_share=0.5,
         extra={},
     )
-    for api in (Vllm(), Sglang()):
-        assert "--enable-return-routed-experts" not in api.command(launch)
-        assert "--enable-return-routed-experts" in api.command(replace(launch, routes=True))
+    assert "--image-processor" not in Rally().command(launch)
+    shown = Rally().command(replace(launch, images="m", extra={"mm_processor_kwargs": {"max_pixels": 9}}))
+    assert shown[shown.index("--image-processor") + 1] == "m"
+    assert json.loads(shown[shown.index("--mm-processor-kwargs") + 1]) == {"max_pixels": 9}
+    for api, flag in (
+        (Vllm(), "--enable-return-routed-experts"),
+        (Sglang(), "--enable-return-routed-experts"),
+        (Rally(), "--return-routes"),
+    ):
+        assert flag not in api.command(launch)
+        assert flag in api.command(replace(launch, routes=True))
 
 
 @pytest.mark.parametrize("backend", ["gather", "paged"])

@@ -2,7 +2,8 @@
 
 import asyncio
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from train_cases import EASY, Paper, run_config
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Qwen3MoeConfig
 
 from benchmarks.architectures import MAX_LENGTH, sampled, small_model, trained, words
 from rally.chat import tiny_tokenizer
@@ -18,18 +19,21 @@ from rally.config import load_sft_config
 from rally.data import write_rows
 from rally.engines import EmbeddedEngine
 from rally.models import attention
+from rally.models.fp8 import Fp8Error
 from rally.models.load import LoadError, load_model
 from rally.models.rope import RopeError, decide_rope
 from rally.recipes.arithmetic.data import conversations
 from rally.runs.sft import sft
 from rally.runs.train import train
 from rally.track import RunFolder
-from rally.train.forward.fused_layers import PackedAttention
+from rally.train import startup_check
 from rally.train.forward.logprobs import token_logprobs
+from rally.train.forward.packed_attention import PackedAttention
 from rally.train.packing import pack
 from rally.train.policy import OptimizerSettings, Policy
 from rally.train.reference import FrozenModel
-from rally.train.startup_check import StartupCheckError, check_training, compared_rows
+from rally.train.startup_check import StartupCheckError, check_critic, check_training, compared_rows
+from rally.train.value_model import with_value_head
 
 CASES = {
     "llama": ("packed", "exact"),
@@ -130,6 +134,46 @@ def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "the gradient of LlamaForCausalLM is not computed correctly" in notes[0]
 
 
+class Undetermined(torch.autograd.Function):
+    """An operation whose gradient has no deterministic form on a GPU."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        if torch.are_deterministic_algorithms_enabled():
+            raise RuntimeError("fast_backward_cuda does not have a deterministic implementation")
+        return gradient
+
+
+@pytest.mark.parametrize("role", ["policy", "critic"])
+def test_an_operation_without_a_deterministic_form_is_found(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU; on a CPU nothing is to be turned on."""
+
+    @contextmanager
+    def turned_on(_: torch.device) -> Iterator[None]:
+        torch.use_deterministic_algorithms(True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    model = small_model("llama")
+    monkeypatch.setattr(startup_check, "deterministic_algorithms", turned_on)
+    norm = model.base_model.norm
+    norm.register_forward_hook(lambda _, inputs, output: Undetermined.apply(output))
+    body = with_value_head(model.base_model) if role == "critic" else model
+    attention.install(body)
+    rows, notes = compared_rows([words(1, 70)], MAX_LENGTH), list[str]()
+    check = check_critic if role == "critic" else check_training
+    check(Policy(body, OptimizerSettings(), 1), rows, MAX_LENGTH, notes.append)
+    with pytest.raises(StartupCheckError, match=r"fast_backward_cuda.*; set rollout\.deterministic=false"):
+        check(Policy(body, OptimizerSettings(), 1, deterministic=True), rows, MAX_LENGTH, notes.append)
+    assert not notes and not torch.are_deterministic_algorithms_enabled()
+
+
 def scaled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Log-probabilities that are 1 % off."""
 
@@ -161,6 +205,36 @@ def test_a_run_says_what_it_compared(home: Path, tmp_path: Path, paper: Paper) -
     train(run_config(home, tmp_path, *short), paper.console)
     assert "start-up check: the training forward differs by at most" in paper.text
     assert "start-up check: the rollout differs by at most" in paper.text
+
+
+def test_a_run_in_fp8_says_what_it_measured(home: Path, tmp_path: Path, paper: Paper) -> None:
+    short = ("trainer.total_training_steps=1", "trainer.val_before_train=false", "data.val_files=null")
+    fp8 = "actor_rollout_ref.rollout.quantization=fp8"
+    train(run_config(home, tmp_path / "a", *short, fp8), paper.console)
+    assert "linear layers of the rollout compute in FP8" in paper.text
+    assert "start-up check: the rollout in FP8 differs by at most" in paper.text
+    assert "rollout.quantization=fp8 without algorithm.rollout_correction" in paper.text
+    [row] = [row for row in RunFolder(tmp_path / "a").read_metrics() if row.step == 1]
+    assert 1e-6 < row.metrics["actor/rollout_mismatch_kl"] < 0.3
+
+    corrected = Paper()
+    train(run_config(home, tmp_path / "b", *short, fp8, CORRECTED), corrected.console)
+    assert "without algorithm.rollout_correction" not in corrected.text
+    [row] = [row for row in RunFolder(tmp_path / "b").read_metrics() if row.step == 1]
+    assert row.metrics["rollout_corr/k3_kl"] > 1e-6
+
+
+CORRECTED = "algorithm.rollout_correction.rollout_is=token"
+
+
+def test_experts_in_fp8_are_refused_before_weights_are_loaded(
+    home: Path, tmp_path: Path, paper: Paper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rally.runs.build.models.load_model", lambda *_, **__: pytest.fail("weights are loaded"))
+    Qwen3MoeConfig().save_pretrained(tmp_path / "model")
+    fp8 = (f"actor_rollout_ref.model.path={tmp_path / 'model'}", "actor_rollout_ref.rollout.quantization=fp8")
+    with pytest.raises(Fp8Error, match=r"rollout.quantization=fp8 does not support qwen3_moe, which has experts"):
+        train(run_config(home, tmp_path / "run", *fp8), paper.console)
 
 
 @pytest.fixture(scope="module")

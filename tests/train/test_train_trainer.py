@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from rally.data import DataError, load_tasks, write_rows
 from rally.loops import Job
 from rally.recipes.arithmetic import data as arithmetic
 from rally.rewards import RewardError
+from rally.runs import build
 from rally.runs.build.run_inputs import RunError
 from rally.runs.dry_run import dry_run
 from rally.runs.evaluate import evaluate
@@ -81,7 +83,7 @@ def rewards(episodes: Sequence[Episode]) -> list[float | None]:
 def test_a_run_leaves_everything_in_its_folder(finished: Path) -> None:
     config = yaml.safe_load((finished / "config.yaml").read_text())
     assert config["trainer"]["total_training_steps"] == 3 and config["actor_rollout_ref"]["rollout"]["n"] == 4
-    assert json.loads((finished / "versions.json").read_text())["torch"] == str(torch.__version__)
+    assert json.loads((finished / "versions.json").read_text())["torch"] == version("torch")
     assert [line["step"] for line in lines(finished)] == [0, 1, 2, 3]
     folder = RunFolder(finished)
     assert folder.episode_steps() == [1, 2, 3] and folder.episode_steps(validate=True) == [0, 3]
@@ -338,16 +340,31 @@ def test_a_step_without_signal_says_so_and_changes_nothing(home: Path, tmp_path:
 
 def test_the_dry_run_shows_the_prompt_and_writes_nothing(home: Path, tmp_path: Path, paper: Paper) -> None:
     dry_run(run_config(home, tmp_path / "none"), paper.console)
-    for words in ("all observed (mask 0)", "calculator", "3 of 3 prompts x 4 episodes", "memory plan", "What is "):
+    for words in (
+        "all observed (mask 0)",
+        "calculator",
+        "3 of 3 prompts x 4 episodes",
+        "memory plan",
+        "What is ",
+        "a rollout can use",
+    ):
         assert words in paper.text
+    assert "the rollout's FP8 weights" not in paper.text
+    dry_run(run_config(home, tmp_path / "none", "actor_rollout_ref.rollout.quantization=fp8"), paper.console)
+    assert "the rollout's FP8 weights" in paper.text
     assert not (tmp_path / "none").exists()
 
 
-def test_the_dry_run_finds_a_reward_function_that_cannot_be_loaded(home: Path, tmp_path: Path, paper: Paper) -> None:
+@pytest.mark.parametrize("command", [dry_run, train, evaluate])
+def test_a_reward_function_that_cannot_be_loaded_ends_a_run_before_weights_are(
+    home: Path, tmp_path: Path, paper: Paper, command: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for load in ("trainer_of", "model_of"):
+        monkeypatch.setattr(build, load, lambda *_, **__: pytest.fail("weights were loaded"))
     (tmp_path / "reward.py").write_text("import no_such_module\n")
     config = run_config(home, tmp_path / "none", f"custom_reward_function.path={tmp_path / 'reward.py'}")
     with pytest.raises(RewardError, match="no_such_module"):
-        dry_run(config, paper.console)
+        command(config, paper.console)
 
 
 @pytest.fixture(scope="module")

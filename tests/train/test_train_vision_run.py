@@ -76,6 +76,6 @@ def test_servers_are_not_given_images(home: Path, tmp_path: Path) -> None:
     server = (f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.mode=server", f"{ROLLOUT}.server.url=http://x:1")
     with pytest.raises(VisionError, match="servers are not sent images; leave it out"):
         train(small(home, tmp_path, *server), Paper().console)
-    with pytest.raises(RallyError, match=r"used for text here: over servers, .* with rollout\.name=embedded"):
+    with pytest.raises(RallyError, match=r"used for text here: over servers \(vLLM, .* with rollout\.name=embedded"):
         mini = "actor_rollout_ref.actor.ppo_mini_batch_size=2"
         train(run_config(home, tmp_path, *LENGTHS, mini, *server), Paper().console)

@@ -35,10 +35,18 @@ def one_browser() -> Iterator[Browser]:
         yield browser
 
 
-@pytest.fixture
-def browser(one_browser: Browser) -> Iterator[Browser]:
-    """A browser on an empty page. A test fails if its page logs an error."""
-    one_browser.open("about:blank")
-    one_browser.said.clear()
+@pytest.fixture(scope="module")
+def browser_of_module(one_browser: Browser) -> Iterator[Browser]:
+    """A page that is left open would go on asking its server during all other tests."""
     yield one_browser
-    assert one_browser.said == []
+    one_browser.open("about:blank")
+
+
+@pytest.fixture
+def browser(browser_of_module: Browser) -> Iterator[Browser]:
+    """A browser on an empty page. A test fails if its page logs an error."""
+    browser_of_module.open("about:blank")
+    browser_of_module.said.clear()
+    yield browser_of_module
+    # A page asks on when the server of its test has ended.
+    assert [text for text in browser_of_module.said if "ERR_CONNECTION_REFUSED" not in text] == []

@@ -147,6 +147,30 @@ def test_branches_are_a_tree_with_their_shared_part_once(browser: Browser, page:
     assert sorted(rewards) == ["excluded from training", "reward +0.250", "reward -0.500"]
 
 
+async def returning(row: Any, client: AgentClient) -> float:
+    """Two answers to a question, and a further turn after the first one, whose segment thus ends last."""
+    llm = client.openai()
+
+    async def ask(*messages: Any) -> Any:
+        return (await llm.chat.completions.create(model="m", messages=[QUESTION, *messages])).choices[0].message
+
+    again = {"role": "user", "content": "Are you sure?"}
+    first = await ask()
+    second, _ = await ask(first, again), await ask(first, again)
+    await ask(first, again, second, again)
+    return 1.0
+
+
+def test_branches_are_compared_in_the_order_in_which_they_are_shown(browser: Browser, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run").create()
+    folder.log_episodes(1, [played("returning", 0, [said(CODEC, f"Answer {n}.") for n in range(4)])])
+    with served(folder.path) as url:
+        go(browser, url + "#/compare?task=t", ".diff")
+        texts = "[...document.querySelectorAll('.diff .cell:nth-of-type(odd) > pre')].map(s => s.innerText)"
+        shown = [text for text in browser.evaluate(texts) if text.startswith("Answer")]
+    assert shown == ["Answer 0.", "Answer 1.", "Answer 3.", "Answer 2."], "a branch follows what it continues"
+
+
 def test_a_person_jumps_between_segments_and_turns(browser: Browser, page: str) -> None:
     go(browser, page + "#/episode?id=t000001-00000-0", ".treemap")
     browser.click(".branches button")

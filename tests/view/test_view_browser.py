@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from urllib.parse import quote
 
 import pytest
 import yaml
+from forked import forked_command
 from train_cases import run_tree, write_model, write_reward, write_tasks
 from view_cases import NASTY, go, make_episode, nasty_episode, served, write_run, write_step
 
@@ -85,6 +85,14 @@ def test_keys_move_open_and_go_back(browser: Browser, address: str) -> None:
     browser.click(".names input")
     browser.press("3")
     browser.wait("location.hash.startsWith('#/episodes')")
+
+
+def test_only_training_episodes_are_said_to_be_trained_on(browser: Browser, address: str) -> None:
+    go(browser, address + "#/episode?id=t000002-00001-1", ".turn.assistant .t")
+    assert "sampled: trained on" in browser.text(".toolbar.colours")
+    go(browser, address + "#/episode?id=v000002-00001-0", ".turn.assistant .t")
+    browser.wait("document.querySelector('h1, main').innerText.includes('v000002-00001-0')")
+    assert "trained on" not in browser.text(".toolbar.colours")
 
 
 def test_every_token_tells_what_it_was(browser: Browser, address: str) -> None:
@@ -175,7 +183,7 @@ def test_a_running_training_appears_as_it_goes(browser: Browser, tmp_path: Path)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with served(out) as url:
         go(browser, url + "#/episodes", ".empty")
-        command = [sys.executable, "-m", "rally.cli", "train", str(tmp_path / "run.yaml")]
+        command = forked_command(["-m", "rally.cli", "train", str(tmp_path / "run.yaml")])
         training = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         try:
             seen = _totals(browser, training, out)

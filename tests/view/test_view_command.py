@@ -28,6 +28,7 @@ def test_an_export_says_what_it_wrote_and_left_out(run_path: Path, tmp_path: Pat
     ("words", "told"),
     [
         (["/no/such/run"], "there is no run folder at /no/such/run"),
+        (["PARENT"], "metrics.jsonl nor episodes/; name runs inside it, such as "),
         (["/"], "/ is not a run folder: it has neither metrics.jsonl nor episodes/"),
         (["RUN", "--filter", "step=1"], "--filter chooses what is exported"),
         (["RUN", "--export", "OUT", "--filter", "last step"], "is not of the form step=10..20&kind=val"),
@@ -39,7 +40,7 @@ def test_a_mistake_is_one_sentence(
     run_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], told: str
 ) -> None:
     monkeypatch.delenv(TOKEN, raising=False)
-    places = {"RUN": run_path, "OUT": tmp_path / "out.html"}
+    places = {"RUN": run_path, "PARENT": run_path.parent, "OUT": tmp_path / "out.html"}
     said = run(*(places.get(word, word) for word in words))
     assert told in said and not (tmp_path / "out.html").exists()
 

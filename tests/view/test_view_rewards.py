@@ -166,6 +166,7 @@ def test_tasks_are_sorted_by_what_became_of_them(browser: Browser, page: str) ->
     assert shown[2].split()[-4:] == ["0", "%", "0/1", "–"], "its last validation was not scored"
     browser.click(".task.th [name=change]")
     browser.wait(f"{TASKS}[0].startsWith('v:0')")
+    assert browser.evaluate("getComputedStyle(document.querySelector('.more')).display") == "none", "all are shown"
     browser.press("/")
     browser.type("2*3")
     browser.wait("document.querySelector('.tasklist').dataset.tasks === '1'")
@@ -218,18 +219,20 @@ def test_a_log_axis_says_what_it_cannot_show(browser: Browser, page: str) -> Non
 
 
 TICKS = """import('/page/chart.js').then(({ logTicks }) =>
-  [[1, 1], [3, 4], [0.4, 0.95], [1.1, 1.2], [2e-9, 5e7], [1e-300, 1e300], [7, 690]].map((v) => logTicks(v)))"""
+  [[1, 1], [3, 4], [0.4, 0.95], [1.1, 1.2], [2e-9, 5e7], [1e-300, 1e300], [7, 690],
+   [5.5e-14, 6.7e-14]].map((v) => logTicks(v)))"""
 
 
 def test_the_ticks_of_a_log_axis_enclose_the_values(browser: Browser, page: str) -> None:
     browser.open(page)
     for (low, high), axis in zip(
-        [(1, 1), (3, 4), (0.4, 0.95), (1.1, 1.2), (2e-9, 5e7), (1e-300, 1e300), (7, 690)],
+        [(1, 1), (3, 4), (0.4, 0.95), (1.1, 1.2), (2e-9, 5e7), (1e-300, 1e300), (7, 690), (5.5e-14, 6.7e-14)],
         browser.evaluate(TICKS),
         strict=True,
     ):
         assert 0 < axis["low"] <= low and high <= axis["high"] and axis["low"] < axis["high"], (low, high, axis)
         assert 2 <= len(axis["found"]) <= 8
+        assert len({name for _, name in axis["found"]}) == len(axis["found"]), axis["found"]
 
 
 def test_new_steps_appear_in_rewards_and_tasks(browser: Browser, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from rally.config.checks.asynchronous import asynchronous
 from rally.config.checks.critic import critic, kl_control
 from rally.config.checks.distillation import distillation
 from rally.config.checks.environments import environments
-from rally.config.checks.multi_gpu import multi_gpu, sft_multi_gpu
+from rally.config.checks.multi_gpu import BLACK_BOX, multi_gpu, sft_multi_gpu
 from rally.config.checks.reward_model import reward_model
 from rally.config.checks.servers import servers
 from rally.config.checks.unused_keys import sft_unused_keys, unused_keys
@@ -25,7 +25,7 @@ from rally.config.reward import CustomRewardFunction, RewardShaping
 from rally.config.schema import MANAGER, ROLLOUT, SPELLINGS, Config
 from rally.config.sft import MESSAGES, SFT_SPELLINGS, SftConfig
 from rally.config.trainer import RunConfig
-from rally.platforms import Platform, named_platform
+from rally.platforms import Platform, named_platform, shared_backend
 
 ACTOR = "actor_rollout_ref.actor"
 CURRICULUM_KEYS: dict[str | None, tuple[str, ...]] = {
@@ -34,7 +34,6 @@ CURRICULUM_KEYS: dict[str | None, tuple[str, ...]] = {
 }
 GRPO = ("grpo", "grpo_vectorized")
 """Estimators that pay a group of one its reward, as in verl; `load_config` notes it."""
-BLACK_BOX = ("black_box", "rally.gateway.BlackBoxAgentLoop")
 LORA_SHAPE = ("lora_alpha", "target_modules", "exclude_modules", "target_parameters")
 CHAINS = ("reinforce_plus_plus", "gae", "turn_gae")
 """Estimators that always discount along an episode."""
@@ -113,9 +112,6 @@ def router_replay(config: Config) -> Iterator[str]:
     if records and mode != "R3":
         problem = f"{ROLLOUT}.enable_rollout_routing_replay=true has no effect with {ACTOR}.router_replay.mode={mode}"
         yield f"{problem}; set that to R3."
-    if records and config.rollout.server_kind not in ("vllm", "sglang", "embedded"):
-        problem = f"{ROLLOUT}.name={config.rollout.name} does not return expert choices"
-        yield f"{problem}; set {ACTOR}.router_replay.mode=R2 and leave {ROLLOUT}.enable_rollout_routing_replay out."
     if mode != "disabled" and config.rollout.deterministic:
         yield f"{ACTOR}.router_replay.mode={mode} has no effect with {ROLLOUT}.deterministic=true; leave it out."
 
@@ -337,7 +333,7 @@ def files(config: Config) -> Iterator[str]:
         *SPELLINGS[1],
     ):
         yield from _missing(config, key)
-    validates = config.env.val_size if config.env.entries else config.data.val_files
+    validates = any(config.env.val_sizes.values()) if config.env.entries else config.data.val_files
     if not validates and (config.trainer.test_freq > 0 or config.trainer.val_only):
         key = "env.val_size" if config.env.entries else "data.val_files"
         yield f"trainer.test_freq and trainer.val_only need validation rows; set {key}."
@@ -385,7 +381,7 @@ def devices(config: Config | SftConfig) -> Iterator[str]:
     platform = named_platform(trainer.device)
     gpus = count_gpus(platform)
     wanted = trainer.n_gpus_per_node
-    if wanted > max(gpus, 1) and trainer.device != "cpu":
+    if wanted > max(gpus, 1) and trainer.device != "cpu" and not (gpus and shared_backend()):
         problem = f"trainer.n_gpus_per_node={wanted} is more than the {gpus} GPUs of this machine"
         yield f"{problem}; set it to {max(gpus, 1)}."
     if trainer.device not in ("auto", "cpu") and gpus == 0:

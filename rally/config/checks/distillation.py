@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import get_args
 
+from rally.config.model import Dtype
 from rally.config.schema import Config
 
 SECTION = "distillation"
@@ -33,6 +35,9 @@ def _teachers(config: Config) -> Iterator[str]:
         section = f"{SECTION}.teacher_models.{name}"
         if name not in teachers and (name != "teacher_model" or teacher.server.url is not None):
             yield f"{section} has no model_path; set it, or leave the teacher out."
+        dtype = teacher.inference.get("dtype")
+        if teacher.server.url is None and dtype not in (None, *get_args(Dtype)):
+            yield f"{section}.inference.dtype={dtype} is not known; use one of {', '.join(get_args(Dtype))}."
         if name in teachers and len(teachers) > 1 and teacher.key is None:
             yield f"{section}.key is not set, and there are several teachers; set it to the rows that it teaches."
     for key, count in Counter(teacher.key for teacher in teachers.values()).items():

@@ -21,6 +21,9 @@ SINGLE_GPU_ONLY = {
     "actor_rollout_ref.model.target_parameters": "LoRA on experts",
 }
 """Keys that are supported on one GPU only, with a name of the feature."""
+BLACK_BOX = ("black_box", "rally.gateway.BlackBoxAgentLoop")
+ONE_GATEWAY = ("workers", "port")
+"""Options of black_box that need the gateway of one process: agents connect to a port that is known before."""
 SFT_SINGLE_GPU_ONLY = {
     "model.target_parameters": "LoRA on experts",
 }
@@ -30,15 +33,17 @@ def with_rollout_servers(config: Config) -> Config:
     """The configuration with the engine that the run really uses.
 
     Asynchronous training on several GPUs replaces the embedded engine by servers of Rally's own, which sample during an
-    update: one per GPU, unless data_parallel_size is set. separate_async needs servers on one GPU, too: with
-    rollout.n_gpus_per_node, as many as these GPUs hold.
+    update: one per GPU, unless data_parallel_size is set. separate_async needs servers on one GPU, too. With GPUs for
+    servers (rollout.n_gpus_per_node) there are as many servers as these GPUs hold.
     """
+    if config.trainer.val_only:  # it samples nothing during an update
+        config = for_validation(config)
     count, rollout = config.trainer.world_size, config.rollout
     replaced = config.separate or (count > 1 and config.asynchronous)
     name = "rally" if rollout.name == "embedded" and replaced else rollout.name
     servers = rollout.data_parallel_size
     if "data_parallel_size" not in rollout.model_fields_set:
-        if config.separate and rollout.n_gpus_per_node is not None:
+        if rollout.n_gpus_per_node is not None and (config.separate or reserves_nodes(config)):
             gpus = max(1, rollout.nnodes) * rollout.n_gpus_per_node
             servers = max(1, gpus // rollout.tensor_model_parallel_size)
         elif name != rollout.name and not config.separate and config.trainer.device != "cpu":
@@ -50,12 +55,38 @@ def with_rollout_servers(config: Config) -> Config:
     return config.model_copy(update={"actor_rollout_ref": parts})
 
 
+def reserves_nodes(config: Config) -> bool:
+    """Whether nodes of a Ray cluster are reserved for servers that the run starts."""
+    rollout = config.rollout
+    own = rollout.name != "embedded" and rollout.mode != "server"
+    return own and rollout.nnodes > 0 and config.trainer.on_ray
+
+
+def for_validation(config: Config) -> Config:
+    """The configuration of a run that only validates: nothing is sampled ahead of an update, so it is synchronous."""
+    modes = config.trainer.v1.model_copy(update={"trainer_mode": "sync"})
+    trainer = config.trainer.model_copy(update={"v1": modes})
+    return config.model_copy(update={"trainer": trainer}) if config.asynchronous else config
+
+
+def sends_images(config: Config) -> bool:
+    """Whether the engine of a run is sent images: one of Rally's own, unless it ran before the run."""
+    rollout = with_rollout_servers(config).rollout
+    return rollout.name == "embedded" or (rollout.server_kind == "rally" and rollout.mode != "server")
+
+
 def multi_gpu(config: Config) -> Iterator[str]:
     count, loop_workers = config.trainer.world_size, with_rollout_servers(config).uses_loop_workers
     yield from _launcher(config.trainer, loop_workers)
     if loop_workers and config.rollout.skip_rollout:
         workers = f"{ROLLOUT}.agent.num_workers={config.rollout.agent.num_workers}"
         yield f"{ROLLOUT}.skip_rollout does not work with {workers}, which play episodes elsewhere; set that to 1."
+    if loop_workers and config.agent_loop_name in BLACK_BOX:
+        options = config.rollout.agent_loop_config.model_extra or {}
+        for option in (name for name in ONE_GATEWAY if options.get(name)):
+            key = f"{ROLLOUT}.agent_loop_config.{option}={shown(options[option])}"
+            workers = f"{ROLLOUT}.agent.num_workers={config.rollout.agent.num_workers}"
+            yield f"{key} does not work with {workers}: every loop worker has a gateway of its own; set that to 1."
     if count == 1:
         return
     yield from _single_gpu_keys(config, SINGLE_GPU_ONLY)
@@ -64,9 +95,6 @@ def multi_gpu(config: Config) -> Iterator[str]:
     yield from _sequence_sizes(config, ((ACTOR, f"{ACTOR}.fsdp_config"), (REF, f"{REF}.fsdp_config")), count)
     yield from _sequence_sizes(config, ((ACTOR,), ("critic", "critic.fsdp_config")), count)
     yield from _reshard_keys(config)
-    if config.samples_in_ranks and config.rollout.enable_rollout_routing_replay:
-        problem = f"{ROLLOUT}.enable_rollout_routing_replay=true: the engines of several ranks return no expert choices"
-        yield f"{problem}; set {ROLLOUT}.name=vllm or sglang, or {ACTOR}.router_replay.mode=R2 and leave it out."
     if config.rollout.checkpoint_engine.backend == "ipc":
         problem = f"{ROLLOUT}.checkpoint_engine.backend=ipc works on one GPU only"
         yield f"{problem}; leave it out, or set {COUNT}=1."

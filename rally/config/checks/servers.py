@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from rally.config.base import look_up
+from rally.config.checks.multi_gpu import reserves_nodes, with_rollout_servers
+from rally.config.rollout import BROADCAST
 from rally.config.schema import ROLLOUT, Config
 from rally.redact import HIDDEN
 
@@ -25,13 +27,18 @@ NOT_FOR_RANKS = (
     *("checkpoint_engine.backend", "checkpoint_engine.full_every"),
 )
 """Keys of servers that the engines of several ranks do not use. They do use timeouts and the router's keys."""
+PLACES = ("nnodes", "n_gpus_per_node")  # where the servers are that a run starts
 NOT_FOR_RALLYS_OWN = ("tensor_model_parallel_size", "enforce_eager", "log_level")
 TOKEN_VARIABLE = "RALLY_ENGINE_TOKEN"  # the bearer token of a `rally serve engine`
 _BEFORE_AT = re.compile(r"^(\w+://)?.*@")  # up to the last @: in an invalid address, a password may be anywhere
 FOR_EMBEDDED = ("attention_backend", "page_size", "deterministic")
+DRAFTS = f"{ROLLOUT}.speculative_config"
 
 
 def servers(config: Config) -> Iterator[str]:
+    written, config = config.rollout.name, with_rollout_servers(config)
+    yield from _speculation(config)
+    yield from _quantization(config)
     if config.rollout.name == "embedded":
         if config.rollout.mode in ("standalone", "server"):
             yield f"{ROLLOUT}.mode={config.rollout.mode} needs a server; set {ROLLOUT}.name to sglang or vllm."
@@ -41,17 +48,61 @@ def servers(config: Config) -> Iterator[str]:
             yield from _tensor_parallel(config)
         else:
             yield from _without_effect(config, FOR_SERVERS, embedded)
+            yield from _without_effect(config, PLACES if config.trainer.on_ray else (), embedded)
         return
-    yield from _without_effect(config, FOR_EMBEDDED, f"with {ROLLOUT}.name={config.rollout.name}")
+    named = f"with {ROLLOUT}.name={config.rollout.name}"
+    if config.rollout.name != written:
+        named += f", which samples with trainer.v1.trainer_mode={config.trainer.v1.trainer_mode}"
+    yield from _without_effect(config, FOR_EMBEDDED, named)
     if config.rollout.server_kind == "rally":
-        yield from _without_effect(config, NOT_FOR_RALLYS_OWN, f"with {ROLLOUT}.name=rally")
+        yield from _without_effect(config, NOT_FOR_RALLYS_OWN, named)
     yield from _addresses(config)
+    yield from _reserved_gpus(config)
     yield from _engine_kwargs(config)
     yield from _sampling(config)
     yield from _weight_transport(config)
     if config.rollout.checkpoint_engine.backend == "ipc" and (config.model.lora_rank or config.model.lora_adapter_path):
         problem = f"{ROLLOUT}.checkpoint_engine.backend=ipc shares the policy's own weights"
         yield f"{problem}, in which LoRA adapters are not merged; leave it out."
+
+
+def _speculation(config: Config) -> Iterator[str]:
+    keys, kind = config.rollout.speculative_config, config.rollout.server_kind
+    if keys.method is None:
+        for name in keys.model_dump(exclude_defaults=True):
+            yield f"{DRAFTS}.{name} has no effect without {DRAFTS}.method; set that to ngram, or leave it out."
+        return
+    if keys.prompt_lookup_min > keys.prompt_lookup_max:
+        problem = f"{DRAFTS}.prompt_lookup_min={keys.prompt_lookup_min} is more than"
+        yield f"{problem} prompt_lookup_max={keys.prompt_lookup_max}; lower it."
+    if kind in ("vllm", "sglang"):
+        problem = f"{DRAFTS} has no effect with {ROLLOUT}.name={config.rollout.name}"
+        yield f"{problem}; use that server's own flags in {ROLLOUT}.engine_kwargs.{kind}."
+    elif config.rollout.mode == "server":
+        yield f"{DRAFTS} has no effect on servers that already run ({ROLLOUT}.mode=server); leave it out."
+    if config.rollout.deterministic:
+        problem = f"{DRAFTS}.method={keys.method}: a draft is computed in another order than a token alone"
+        yield f"{problem}, which changes the last bits; leave it out, or {ROLLOUT}.deterministic."
+
+
+def _quantization(config: Config) -> Iterator[str]:
+    rollout, key = config.rollout, f"{ROLLOUT}.quantization=fp8"
+    if rollout.quantization != "fp8":
+        return
+    kind = rollout.server_kind
+    if kind in ("vllm", "sglang"):
+        problem = f"{key} is built for {ROLLOUT}.name=embedded: nobody has tried whether {kind} quantises new weights"
+        yield f"{problem} that reach it after its start; leave one of the two out."
+    elif kind == "rally" or config.samples_in_ranks:
+        engines = "servers" if kind == "rally" else "engines of several ranks"
+        problem = f"{key} does not work with {engines}, whose samples must agree with the trainer's own weights"
+        yield f"{problem}; leave it out, or train on one GPU with {ROLLOUT}.name=embedded."
+    if rollout.deterministic:
+        problem = f"{key} and {ROLLOUT}.deterministic=true exclude each other: training does not compute in FP8"
+        yield f"{problem}, so the two cannot be equal bit by bit; leave one of them out."
+    if rollout.enable_rollout_routing_replay:
+        problem = f"{key} does not support models with experts"
+        yield f"{problem}, which {ROLLOUT}.enable_rollout_routing_replay=true is for; leave one of them out."
 
 
 def _tensor_parallel(config: Config) -> Iterator[str]:
@@ -63,7 +114,15 @@ def _tensor_parallel(config: Config) -> Iterator[str]:
 def _weight_transport(config: Config) -> Iterator[str]:
     rollout, key = config.rollout, "checkpoint_engine.backend"
     backend = rollout.checkpoint_engine.backend
-    if backend not in ("delta", "delta_sharded"):
+    if backend == BROADCAST:
+        if rollout.server_kind == "sglang":
+            problem = f"{ROLLOUT}.{key}={backend}: SGLang cannot join Rally's broadcasts"
+            yield f"{problem}; use {ROLLOUT}.name=rally or vllm, or {key}=files."
+        if rollout.server_kind == "vllm" and rollout.mode == "server":
+            problem = f"{ROLLOUT}.{key}={backend}: only a vLLM that the run starts can join its broadcasts"
+            yield f"{problem}; leave {ROLLOUT}.mode out, or use {key}=files."
+        yield from _without_effect(config, ("checkpoint_engine.full_every",), f"with {ROLLOUT}.{key}={backend}")
+    elif backend not in ("delta", "delta_sharded"):
         if rollout.server_kind == "rally":
             yield from _without_effect(config, (key,), f"with {ROLLOUT}.name=rally")
         elif rollout.mode == "server":
@@ -89,7 +148,26 @@ def _addresses(config: Config) -> Iterator[str]:
     if len({_BEFORE_AT.sub(r"\1", url).rstrip("/") for url in urls}) < len(urls):
         yield f"{ROLLOUT}.server.urls contains a server twice; list each server once."
     yield from _credentials(config)
-    yield from _without_effect(config, FOR_OWN_SERVERS, f"on servers that already run ({ROLLOUT}.mode=server)")
+    running = f"on servers that already run ({ROLLOUT}.mode=server)"
+    yield from _without_effect(config, FOR_OWN_SERVERS, running)
+    yield from _without_effect(config, PLACES if config.trainer.on_ray else (), running)
+
+
+def _reserved_gpus(config: Config) -> Iterator[str]:
+    """GPUs of a Ray cluster that would be reserved and used by nobody."""
+    rollout, each = config.rollout, config.rollout.tensor_model_parallel_size
+    if not reserves_nodes(config) or rollout.n_gpus_per_node is None or config.trainer.device == "cpu":
+        return
+    if rollout.n_gpus_per_node % each:
+        if not config.separate:  # which is checked everywhere
+            problem = f"{ROLLOUT}.n_gpus_per_node={rollout.n_gpus_per_node} cannot be divided by"
+            yield f"{problem} tensor_model_parallel_size={each}; change one of them."
+        return
+    reserved, used = rollout.nnodes * rollout.n_gpus_per_node, rollout.data_parallel_size * each
+    if used < reserved:
+        problem = f"{ROLLOUT}.nnodes={rollout.nnodes} and n_gpus_per_node={rollout.n_gpus_per_node} reserve {reserved}"
+        servers = f"data_parallel_size={rollout.data_parallel_size} and tensor_model_parallel_size={each}"
+        yield f"{problem} GPUs, and the servers ({servers}) use {used}; leave data_parallel_size out, or reserve fewer."
 
 
 def _is_address(url: str) -> bool:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from rally.config.base import Root, Section, look_up
 from rally.config.errors import shown
+from rally.config.rollout import BROADCAST
 
 
 class Unsupported(NamedTuple):
@@ -57,8 +58,8 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(f"{R}engine_kwargs.trtllm", SERVERS),
     Unsupported(
         f"{R}checkpoint_engine.backend",
-        "leave it out, or use files, delta, or ipc on one GPU",
-        ("files", "ipc", "delta", "delta_sharded"),
+        "leave it out, or use files, delta, nccl, or ipc on one GPU",
+        ("files", "ipc", "delta", "delta_sharded", BROADCAST),
     ),
     Unsupported(f"{R}checkpoint_engine.custom_backend_module", SERVERS),
     Unsupported(f"{R}disaggregation", SERVERS),
@@ -67,7 +68,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(f"{R}limit_images", "leave it out: the token budgets also limit images"),
     # sampling
     Unsupported(f"{R}repetition_penalty", "leave it out: the sampled distribution must be that of the trained policy"),
-    Unsupported(f"{R}quantization", OUT),
+    Unsupported(f"{R}quantization", "use fp8", ("fp8",)),
     Unsupported(f"{R}quantization_config_file", OUT),
     Unsupported(f"{R}qat", OUT),
     Unsupported(f"{R}custom", f"leave it out and write keys of your own under {R}agent_loop_config"),

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 from rally.config.base import look_up
 from rally.config.errors import shown
+from rally.config.model import ModelConfig
 from rally.config.schema import Config
-from rally.config.sft import SftConfig
+from rally.config.sft import SftConfig, SftModel
 
 A = "actor_rollout_ref.actor"
 
@@ -28,15 +29,25 @@ class UnusedKey(NamedTuple):
 def unused_keys(config: Config) -> Iterator[str]:
     optimizers = [f"{A}.optim", *(["critic.optim"] if config.needs_critic else [])]
     schedules = (idle for section in optimizers for idle in _schedule(config, section, "lr_scheduler_type"))
-    yield from _reports(config, (*_loss(config), *_reward(config), *schedules))
+    model = [*_checkpointing(config.model, "actor_rollout_ref.model")]
+    if config.needs_critic:
+        model += _checkpointing(config.critic.model, "critic.model")
+    yield from _reports(config, (*model, *_loss(config), *_reward(config), *schedules))
     yield from _loaded(config, f"{A}.checkpoint")
     if config.needs_critic and "hf_model" in config.critic.checkpoint.save_contents:
         yield "critic.checkpoint.save_contents=hf_model has no effect: a critic is not a language model; leave it out."
 
 
 def sft_unused_keys(config: SftConfig) -> Iterator[str]:
+    yield from _reports(config, _checkpointing(config.model, "model"))
     yield from _reports(config, _schedule(config, "optim", "lr_scheduler"))
     yield from _loaded(config, "trainer.checkpoint")
+
+
+def _checkpointing(model: ModelConfig | SftModel, section: str) -> Iterator[UnusedKey]:
+    if not model.enable_gradient_checkpointing:
+        why = f"with {section}.enable_gradient_checkpointing=false; leave it out"
+        yield UnusedKey(f"{section}.recompute_num_layers", why)
 
 
 def _loss(config: Config) -> Iterator[UnusedKey]:

@@ -2,6 +2,6 @@
 
 from rally.engines.embedded.core import EngineCore
 from rally.engines.embedded.engine import EmbeddedEngine
-from rally.engines.embedded.settings import EngineSettings
+from rally.engines.embedded.settings import EngineSettings, NgramSpeculation, RolloutDemand
 
-__all__ = ["EmbeddedEngine", "EngineCore", "EngineSettings"]
+__all__ = ["EmbeddedEngine", "EngineCore", "EngineSettings", "NgramSpeculation", "RolloutDemand"]

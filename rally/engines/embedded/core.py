@@ -2,6 +2,10 @@
 
 A token is never computed from KV of other weights than `in_flight` allows, and every request ends exactly once, with
 `stop`, `length` or `abort`.
+
+Speculative decoding samples the same tokens as without it. The token of every place is sampled from its own
+distribution with the random number of that place. A draft is right if it is the token that was sampled there; behind
+the first wrong one nothing counts.
 """
 
 from __future__ import annotations
@@ -14,21 +18,24 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
 from rally.engines.base import ContextExceeded, EngineError
 from rally.engines.embedded.cuda_runner import CudaRunner
-from rally.engines.embedded.kv_cache import KVStore, PagePool
+from rally.engines.embedded.kv_cache import HEADROOM, KVStore, PagePool
 from rally.engines.embedded.memory_plan import plan_memory
 from rally.engines.embedded.radix_cache import RadixCache
 from rally.engines.embedded.request_slots import Ints, Request, Slots
+from rally.engines.embedded.sampler import SampledBatch
 from rally.engines.embedded.scheduler import Scheduler, StepPlan
 from rally.engines.embedded.settings import EngineSettings
 from rally.engines.embedded.state_cache import StateStore
 from rally.engines.embedded.torch_runner import ModelRunner, PendingStep, StepRunner
 from rally.models import attention
 from rally.models.decoder_families import FAMILIES, unsupported_attention
+from rally.models.fp8 import Fp8Linears, LayerError, check_config, check_device, covered_layers
 from rally.models.fused_layers import fusable
 from rally.models.kernels.dispatch import has_triton
 from rally.models.kv_layers import cached_parts
@@ -69,6 +76,7 @@ class EngineCore:
         self.grammars = grammars
         _check_length(model, self.settings)
         paged = self._paged(model)
+        self._check_quantization(model)
         _check_supported(model, unsupported_attention(model, self.settings.max_model_len))
         attention.install(model)
         decide_rope(model, self.settings.max_model_len)
@@ -78,15 +86,26 @@ class EngineCore:
             _check_supported(model, f"a forward that fails on packed tokens ({type(problem).__name__}: {problem})")
             raise
         _check_supported(model, None if parts.layers or parts.states else "its own attention function")
+        names = self.settings.option_names
         if paged and parts.chunk is not None and parts.chunk < self.settings.max_model_len:
-            names = self.settings.option_names
             raise EngineError(
                 f"{type(model).__name__} attends within chunks of {parts.chunk} tokens, which the paged kernels do not "
                 f"support; {names.torch_attention} runs it in plain torch, or lower {names.lengths}"
             )
+        if parts.states and self.settings.quantization is not None:
+            raise EngineError(
+                f"{names.quantization}=fp8 does not support {type(model).__name__}, which has layers that hold state; "
+                "leave it out"
+            )
+        if parts.states and self.settings.speculation is not None:
+            raise EngineError(
+                f"{type(model).__name__} has layers that hold state, which cannot be taken back to an earlier token; "
+                f"leave {names.speculation} out"
+            )
         self.memory_plan = None if num_pages else plan_memory(model, self.settings, parts)
         pages = num_pages if self.memory_plan is None else self.memory_plan.pages
         assert pages is not None
+        self.fp8 = Fp8Linears(model, names.quantization) if self.settings.quantization else None
         store = KVStore(
             parts.layers,
             num_pages=pages,
@@ -115,16 +134,18 @@ class EngineCore:
             share_pages=paged,
             patience=PATIENCE if paged else 0,
             eos_ids=frozenset(eos_ids),
+            speculation=self.settings.speculation,
         )
         self.model, self.store = model, store
         self.runner: StepRunner = (
             self._cuda_runner(model, store, parts.group)
             if paged
-            else ModelRunner(model, store, self.slots, stride, self.states)
+            else ModelRunner(model, store, self.slots, stride, self.states, self.fp8)
         )
         self._launched: _Launched | None = None
         self.decode = decode
         self.steps = 0
+        self.drafted_tokens = self.accepted_tokens = 0
         self._vocabulary: int = model.config.get_text_config().vocab_size
         self._image_ids = ImageIds()
         self._seeds = itertools.count(self.settings.seed)
@@ -171,9 +192,31 @@ class EngineCore:
             states=self.states,
             group=group,
             max_tokens=settings.max_num_batched_tokens,
+            max_samples=settings.max_sampled_rows,
             eager=settings.eager,
             deterministic=settings.deterministic,
+            fp8=self.fp8,
         )
+
+    def fp8_error(self) -> LayerError:
+        """The linear layer whose output FP8 changes most, as steps compute it. No step may run meanwhile."""
+        assert self.fp8 is not None
+        fused = self.runner.fused if isinstance(self.runner, CudaRunner) else None
+        return self.fp8.largest_error(None if fused is None else fused.products())
+
+    def _check_quantization(self, model: PreTrainedModel) -> None:
+        """Raise before memory is planned."""
+        if self.settings.quantization is None:
+            return
+        key = self.settings.option_names.quantization
+        if self.settings.deterministic:
+            raise EngineError(
+                f"{key}=fp8 and rollout.deterministic=true exclude each other: training does not compute in FP8, so "
+                "rollout and training cannot be equal bit by bit; leave one of them out"
+            )
+        check_config(model.config, key)
+        check_device(model.device, model.dtype, key)
+        covered_layers(model, key)
 
     @property
     def version(self) -> int:
@@ -193,10 +236,12 @@ class EngineCore:
             raise EngineError("an empty prompt cannot be continued; give at least one token")
         if not 0 <= min(prompt_ids) <= max(prompt_ids) < self._vocabulary:
             raise EngineError(f"the prompt contains a token id outside the model's vocabulary of {self._vocabulary}")
-        limit = f"{self.settings.option_names.max_model_len}={self.settings.max_model_len}"
+        # Clients such as litellm know an exceeded context by the words "this model's maximum context length is".
+        longest, option = self.settings.max_model_len, self.settings.option_names.max_model_len
+        limit = f"this model's maximum context length is {longest} tokens ({option})"
         if len(prompt_ids) + 1 > self.settings.max_model_len:
             raise ContextExceeded(
-                f"a prompt of {len(prompt_ids)} tokens leaves no room in {limit}; shorten it or raise the limit"
+                f"a prompt of {len(prompt_ids)} tokens leaves no room: {limit}; shorten it or raise the limit"
             )
         if params.stop_ids and max(params.stop_ids) >= self._vocabulary:
             raise EngineError(f"stop_ids contains a token id outside the model's vocabulary of {self._vocabulary}")
@@ -205,7 +250,7 @@ class EngineCore:
         space = self.settings.max_model_len - len(prompt_ids)
         if params.max_tokens > space:
             raise ContextExceeded(
-                f"{len(prompt_ids)} prompt tokens and max_tokens={params.max_tokens} exceed {limit}; "
+                f"{len(prompt_ids)} prompt tokens and max_tokens={params.max_tokens} are too many: {limit}; "
                 f"ask for at most {space} new tokens"
             )
         seed = params.seed if params.seed is not None else next(self._seeds)
@@ -224,14 +269,22 @@ class EngineCore:
         self.scheduler.add(request)
         return request
 
+    def prepare(self) -> None:
+        """Do now what would otherwise delay the first steps."""
+        if isinstance(self.runner, CudaRunner):
+            self.runner.capture()
+
     @property
     def busy(self) -> bool:
         return self._launched is not None or self.scheduler.busy
 
     def step(self) -> list[Request]:
         """Launch one forward and read one back: the same, or the previous one if the runner works ahead. Returns the
-        requests that finished."""
+        requests that finished. Drafts continue known tokens, so that one with drafts is read back before the next is
+        planned."""
         assert not self.model.training, "the engine samples in eval mode; training must have ended"
+        speculative = self._launched is not None and self._launched.drafts is not None
+        finished = self.drain() if speculative or self.scheduler.speculates else []
         plan = self.scheduler.plan()
         last, self._launched = self._launched, None
         if plan:
@@ -240,7 +293,7 @@ class EngineCore:
             assert last or not self.scheduler.busy, "work is left but none could be planned"
         if self._launched and not self.runner.ahead:
             last, self._launched = self._launched, None
-        return self._read_back(last) if last else []
+        return [*finished, *(self._read_back(last) if last else ())]
 
     def recover(self) -> list[Request]:
         """Forget a step that failed. Returns the requests that took part in it, which are no longer queued; `attempt`
@@ -272,9 +325,13 @@ class EngineCore:
 
     def _launch(self, plan: StepPlan) -> _Launched:
         samplers = plan.samplers
-        launched = _Launched(samplers, self.slots.serial[samplers], self.runner.launch(plan))
+        drafts = _drafts(plan, self.slots) if any(chunk.drafts for chunk in plan.chunks) else None
+        launched = _Launched(samplers, self.slots.serial[samplers], self.runner.launch(plan), drafts)
         self.steps += 1
         for chunk in plan.chunks:
+            if chunk.drafts:  # what was sampled is remembered when the request ends
+                self.drafted_tokens += chunk.drafts
+                continue
             done = chunk.start + chunk.tokens
             self.scheduler.remember(self._request(chunk.slot), done - done % self.settings.page_size)
         for slot, row in plan.snapshots:
@@ -282,11 +339,29 @@ class EngineCore:
         return launched
 
     def _read_back(self, launched: _Launched) -> list[Request]:
-        slots, sampled = self.slots, launched.pending.result()
-        current = slots.serial[launched.samplers] == launched.serials  # the other requests left their slots meanwhile
-        chosen, ids = launched.samplers[current], sampled.ids[current]
+        """Give each request its token, and then further ones as long as its drafts were right."""
+        sampled = launched.pending.result()
+        current = self.slots.serial[launched.samplers] == launched.serials  # the others left their slots meanwhile
+        if launched.drafts is None:
+            return self._push(launched.samplers, sampled, np.flatnonzero(current)).finished
+        first = np.ones(len(current), np.bool_)
+        first[1:] = launched.drafts[:-1] < 0
+        rows, finished = np.flatnonzero(current & first), list[Request]()
+        while len(rows):
+            pushed = self._push(launched.samplers, sampled, rows)
+            finished += pushed.finished
+            rows = rows[pushed.goes_on & (sampled.ids[rows] == launched.drafts[rows])] + 1
+            confirmed = launched.samplers[rows]  # their next token was computed, too
+            self.slots.computed[confirmed] += 1
+            self.slots.planned[confirmed] += 1
+            self.accepted_tokens += len(rows)
+        return finished
+
+    def _push(self, samplers: Ints, sampled: SampledBatch, rows: Ints) -> _Pushed:
+        """Append the tokens of some rows, at most one of each slot, and end the requests that finish with them."""
+        slots, chosen, ids = self.slots, samplers[rows], sampled.ids[rows]
         first = chosen[slots.known[chosen] == slots.prompt[chosen]]
-        slots.push(chosen, ids, sampled.logprobs[current], sampled.sampling_logprobs[current])
+        slots.push(chosen, ids, sampled.logprobs[rows], sampled.sampling_logprobs[rows])
         for slot in first.tolist():
             self._request(slot).first_token = time.perf_counter()
         stopped = slots.stopped(chosen, ids)
@@ -295,14 +370,15 @@ class EngineCore:
             over = self._consume(self._request(int(chosen[row])), int(ids[row]))
             stopped[row] |= over
             ended[row] |= over
-        finished = []
-        for slot, stop in zip(chosen[ended].tolist(), stopped[ended].tolist(), strict=True):
-            request = self._request(slot)
-            request.finish = self._finish_reason(request, stop)
+        finished, goes_on = [], np.ones(len(rows), np.bool_)
+        for row in np.flatnonzero(ended).tolist():
+            request = self._request(int(chosen[row]))
+            request.finish = self._finish_reason(request, bool(stopped[row]))
             if request.finish is not None:
+                goes_on[row] = False
                 finished.append(request)
                 self._end(request)
-        return finished
+        return _Pushed(finished, goes_on)
 
     def _consume(self, request: Request, token: int) -> bool:
         """Pass a sampled token to the request's grammar; whether the grammar ends there, or failed. The next mask is
@@ -344,6 +420,14 @@ class EngineCore:
                 else:
                     self.scheduler.finish(request)
 
+    @property
+    def lent_bytes(self) -> int:
+        """What `memory_lent` releases and takes again, with what must stay free beside it."""
+        if not self.store.memory.lent:
+            return 0
+        lent = [self.store.memory, *(() if self.states is None else (self.states.memory,))]
+        return HEADROOM + sum(int(memory.flat.nbytes) for memory in lent)
+
     @contextmanager
     def memory_lent(self) -> Iterator[None]:
         """Release the KV memory inside the block, if `lend_memory` is set and no request needs what it holds. With
@@ -383,6 +467,8 @@ class EngineCore:
         if self.settings.in_flight == "abort":
             self.abort(in_flight)
         scheduler.version = scheduler.version + 1 if version is None else version
+        if self.fp8 is not None:
+            self.fp8.refresh()
         self.runner.weights_changed()
         self.index.forget()  # all of it: an explicit version number may have been used before
         if not scheduler.busy:
@@ -428,11 +514,30 @@ class EngineCore:
 
 
 class _Launched(NamedTuple):
-    """A step in flight: the slots that get a token from it, and the serials of their requests."""
+    """A step in flight: the slot of each of its sampled tokens, the serials of their requests, and the draft that the
+    next token of the same slot continues; -1 behind the last, None if the step has no drafts."""
 
     samplers: Ints
     serials: Ints
     pending: PendingStep
+    drafts: Ints | None = None
+
+
+class _Pushed(NamedTuple):
+    """The requests that ended with their new token, and which rows go on."""
+
+    finished: list[Request]
+    goes_on: npt.NDArray[np.bool_]
+
+
+def _drafts(plan: StepPlan, slots: Slots) -> Ints:
+    """For each sampled token the draft at its place, if another token of the step is sampled behind that; else -1."""
+    drafts = np.full(len(plan.samplers), -1, np.int64)
+    row = len(plan.decodes)
+    for chunk in plan.chunks:
+        drafts[row : row + chunk.drafts] = slots.ids[chunk.slot, chunk.start + 1 :][: chunk.drafts]
+        row += chunk.samples
+    return drafts
 
 
 OTHER_MODEL = "use another model, or a server engine"

@@ -29,6 +29,7 @@ from rally.engines.embedded.step_inputs import Padding, Sizes, StepInputs, fill
 from rally.engines.embedded.torch_runner import FinishedStep, ImageInputs, recorded_routes, step_rows, step_states
 from rally.models import experts
 from rally.models.attention import Scores, packed_hidden
+from rally.models.fp8 import Fp8Linears, forward_in_fp8
 from rally.models.fused_layers import FusedDecoder, fusable
 from rally.models.kernels.attention_tiles import SPLIT, extend_tokens, group_parts
 from rally.models.kernels.dispatch import Kernels, kernels_for
@@ -129,9 +130,12 @@ class CudaRunner:
         states: StateStore | None = None,
         group: int,
         max_tokens: int,
+        max_samples: int | None = None,
         eager: bool = False,
         deterministic: bool = False,
+        fp8: Fp8Linears | None = None,
     ) -> None:
+        self.fp8 = fp8
         self.model, self.store, self.slots, self.states = model, store, slots, states
         self.eager, self.deterministic = eager, deterministic
         self.device = store.device
@@ -149,14 +153,16 @@ class CudaRunner:
         self.last_ids = torch.zeros(count + 1, dtype=torch.int64, device=self.device)
         tokens = bucket(max_tokens)
         rows = max(count, GRAPH_CHUNKS)
+        self.max_samples = max_samples or count
         self.axes = 1 if self.image_inputs is None else 3
-        size = Sizes(tokens, count, rows, tokens + rows + count, count, width, count, self.axes).offsets()["end"]
+        most = self.max_samples
+        size = Sizes(tokens, count, rows, tokens + rows + count, most, width, most, self.axes).offsets()["end"]
         self.buffer = torch.zeros(size, dtype=torch.int32, device=self.device)
         self.hidden = torch.zeros((tokens, config.hidden_size), dtype=model.dtype, device=self.device)
-        self.out = torch.zeros((2, count), dtype=torch.int32, device=self.device)
+        self.out = torch.zeros((2, most), dtype=torch.int32, device=self.device)
         pinned = self.device.type == "cuda"
         self.host = [torch.zeros(size, dtype=torch.int32, pin_memory=pinned) for _ in range(HOST_BUFFERS)]
-        self.back = [torch.zeros((2, count), dtype=torch.int32, pin_memory=pinned) for _ in range(HOST_BUFFERS)]
+        self.back = [torch.zeros((2, most), dtype=torch.int32, pin_memory=pinned) for _ in range(HOST_BUFFERS)]
         self._turn = 0
         self._views: dict[Sizes, StepInputs] = {}
         self._captured: dict[tuple[object, ...], torch.cuda.CUDAGraph] = {}
@@ -177,7 +183,7 @@ class CudaRunner:
     def _fused(self) -> FusedDecoder | None:
         if self.eager or not fusable(self.model, invariant=self.deterministic):
             return None
-        return FusedDecoder(self.model, self.kernels, invariant=self.deterministic)
+        return FusedDecoder(self.model, self.kernels, invariant=self.deterministic, fp8=self.fp8)
 
     def _weight_pointers(self) -> list[object]:
         return [*(p.data_ptr() for p in self.model.parameters()), *switches(self.model)]
@@ -243,19 +249,59 @@ class CudaRunner:
         graph, since image features and the segments of chunks have no fixed address."""
         decodes, samples = len(plan.decodes), len(plan.samplers)
         tokens = decodes + sum(c.tokens for c in plan.chunks)
-        count, pages = self.slots.table_SP.shape
+        pages = self.slots.table_SP.shape[1]
         split, width = self._split_up_to(plan), extend_tokens(self.group)
         graph = self.graphs and plain and tokens <= GRAPH_TOKENS and len(plan.chunks) <= GRAPH_CHUNKS
         if graph:
-            tokens = bucket(tokens)
-            decodes, chunks = min(count, tokens), GRAPH_CHUNKS if plan.chunks else 0
-            tiles = decodes + (tokens // width + chunks if chunks else 0)
-        else:
-            chunks = len(plan.chunks)
-            tiles = decodes + sum(-(-c.tokens // width) for c in plan.chunks)
-        tiles, samples = 0 if split else tiles, min(count, bucket(samples))
-        sizes = Sizes(tokens, decodes, chunks, tiles, samples, pages, count, self.axes)
+            return self._graph_bucket(tokens, samples, split, chunked=bool(plan.chunks))
+        tiles = 0 if split else decodes + sum(-(-c.tokens // width) for c in plan.chunks)
+        samples = min(self.max_samples, bucket(samples))
+        sizes = Sizes(tokens, decodes, len(plan.chunks), tiles, samples, pages, self.max_samples, self.axes)
         return _Bucket(sizes, split, graph)
+
+    def _graph_bucket(self, tokens: int, samples: int, split: int, *, chunked: bool) -> _Bucket:
+        tokens, (count, pages) = bucket(tokens), self.slots.table_SP.shape
+        decodes, chunks = min(count, tokens), GRAPH_CHUNKS if chunked else 0
+        tiles = 0 if split else decodes + (tokens // extend_tokens(self.group) + chunks if chunked else 0)
+        samples = min(self.max_samples, bucket(samples))
+        return _Bucket(Sizes(tokens, decodes, chunks, tiles, samples, pages, self.max_samples, self.axes), split, True)
+
+    @torch.no_grad()
+    def capture(self) -> int:
+        """Capture the graphs of the steps that text needs, so that no rollout waits for a capture. Returns how many
+        exist. Models with states capture theirs when they are first used, and so do long split histories."""
+        buckets = self._capturable() if self.graphs and self.states is None and not self._captured else []
+        for sizes, split, graph in buckets:
+            empty = StepPlan(decodes=np.empty(0, np.int64), chunks=[])
+            size = fill(
+                self.host[0].numpy(),
+                sizes,
+                empty,
+                self.slots,
+                page_size=self.store.page_size,
+                group=self.group,
+                padding=self.pad,
+            )
+            self.buffer[:size].copy_(self.host[0][:size])
+            inputs = self._inputs(sizes)
+            self._replay(graph, ("body", *sizes[:4], split), partial(self._body, inputs, split, None, None))
+            if not self.deterministic:
+                self._replay(graph, ("head", sizes.samples), partial(self._head, inputs))
+        return len(self._captured)
+
+    def _capturable(self) -> list[_Bucket]:
+        """What `_bucket` makes of plans with a graph, the largest first: later ones reuse its memory."""
+        count, pages = self.slots.table_SP.shape
+        most, found = min(GRAPH_TOKENS, len(self.hidden)), []
+        few = FEW_PROGRAMS // (self.kv_heads * group_parts(self.group))
+        for tokens in sorted({bucket(n) for n in range(1, most + 1)}, reverse=True):
+            samples = min(tokens, self.max_samples)
+            found.append(self._graph_bucket(tokens, samples, 0, chunked=True))
+            if tokens <= bucket(count):
+                found.append(self._graph_bucket(tokens, samples, 0, chunked=False))
+            if tokens <= bucket(few) and pages * self.store.page_size > SPLIT and not self.deterministic:
+                found.append(self._graph_bucket(tokens, samples, SPLIT_BOUND, chunked=False))
+        return found
 
     def _split_up_to(self, plan: StepPlan) -> int:
         """0 if histories are not split, else an upper bound of their lengths, rounded so that few graphs are needed."""
@@ -277,7 +323,8 @@ class CudaRunner:
             if self.fused is not None:
                 hidden = self.fused(ids_T, inputs.positions, attention.places_T, attention)
             else:
-                hidden = packed_hidden(self.model, ids_T, inputs.positions.long(), attention, seen)
+                with forward_in_fp8(self.fp8):
+                    hidden = packed_hidden(self.model, ids_T, inputs.positions.long(), attention, seen)
         self.hidden[: inputs.sizes.tokens].copy_(hidden)
 
     def _head(self, inputs: StepInputs) -> None:
@@ -295,8 +342,8 @@ class CudaRunner:
 
     def _replay(self, graph: bool, key: tuple[object, ...], run: Callable[[], None]) -> None:
         """Run directly, or through a CUDA graph, which is captured after a first direct run that compiles the
-        kernels."""
-        if not (graph and self.graphs):
+        kernels. Graphs are those of FP8, if it is set."""
+        if not (graph and self.graphs) or (self.fp8 is not None and not self.fp8.active):
             run()
         elif key in self._captured:
             self._captured[key].replay()
@@ -311,8 +358,8 @@ class CudaRunner:
         samplers = plan.samplers
         rows = inputs.last[: len(samplers)].long()
         logits = self._logits(self.hidden[rows])
-        sampled = sample(logits, Draw.of(self.slots, samplers))
-        places = torch.from_numpy(samplers).to(self.device)
+        sampled = sample(logits, Draw.of(self.slots, samplers, plan.targets(self.slots)))
+        places = torch.from_numpy(samplers).to(self.device)  # of drafts too, whose steps nothing overlaps
         self.last_ids[places] = torch.from_numpy(sampled.ids).to(self.device)
         return FinishedStep(sampled)
 

@@ -1,8 +1,9 @@
 """The embedded engine: any number of agent loops `await generate(...)`, and one thread steps the core.
 
 The thread runs only while there is work. If a step fails, the requests in it are run one by one: those that fail alone
-get the error, the others go on. The weights are the trainer's own tensors. Change them inside
-`with engine.updating():`, which waits for the running step and begins a new weight version.
+get the error, the others go on. If the thread itself fails, all requests fail with the reason. The weights are the
+trainer's own tensors. Change them inside `with engine.updating():`, which waits for the running step and begins a new
+weight version.
 
 In deterministic mode without batch-invariant kernels (on a CPU) the engine runs in lockstep. A step waits until every
 session that takes part has a request waiting or has ended, and requests are admitted in the order of their sessions.
@@ -34,6 +35,7 @@ from rally.engines.embedded.prompt_logprobs import check_prompt, prompt_logprobs
 from rally.engines.embedded.request_slots import Request
 from rally.engines.embedded.sampler import NonFiniteLogits
 from rally.engines.embedded.settings import EngineSettings
+from rally.models.fp8 import forward_in_fp8
 from rally.models.token_masks import Grammars, GrammarState
 from rally.platforms import on_accelerator, platform_of
 from rally.types import Generation, ImageSpan, RallyError, SamplingParams
@@ -52,6 +54,11 @@ _Waiter = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Generation]"]
 _Outcome = tuple["asyncio.Future[Generation]", Generation | BaseException]
 
 
+class WeightsLost(EngineError):
+    """An update replaced some of the weights and failed. Raised inside `EmbeddedEngine.updating`, it ends all requests;
+    later ones fail with it too, until an update succeeds."""
+
+
 class _Arrival(NamedTuple):
     prompt_ids: Sequence[int]
     params: SamplingParams
@@ -64,6 +71,8 @@ class _Arrival(NamedTuple):
 
 class EmbeddedEngine:
     """An `Engine` over a module in this process."""
+
+    reports_tokens = True
 
     def __init__(
         self,
@@ -80,6 +89,7 @@ class EmbeddedEngine:
         self._listeners: dict[Request, tuple[OnTokens, int]] = {}  # and the number of tokens reported to them
         self._lock = threading.Lock()  # guards the core; held for one step at a time
         self._arrivals: list[_Arrival] = []
+        self._entering: list[_Arrival] = []  # taken from `_arrivals`, and not all of them in `_waiters` yet
         self._isolated = self.core.settings.isolated
         self._lockstep = self.core.settings.deterministic and not self.core.runner.ahead and not self._isolated
         self._sessions: set[str] = set()  # those that take part, in lockstep
@@ -90,6 +100,7 @@ class EmbeddedEngine:
         self._notified: set[asyncio.AbstractEventLoop] = set()  # event loops that may still be handling results
         self._failure: BaseException | None = None  # it has stopped
         self._problem: Exception | None = None  # of the last step
+        self._lost: WeightsLost | None = None  # the weights are those of no version
         self._steps = UtilizationClock()
         self._thread = threading.Thread(target=self._run, name="rally-engine", daemon=True)
         self._thread.start()
@@ -108,9 +119,9 @@ class EmbeddedEngine:
 
     @property
     def failure(self) -> BaseException | None:
-        """Why the engine cannot sample: what stopped it, or what the last step failed with. New weights or a step that
-        works clear the latter."""
-        return self._failure or self._problem
+        """Why the engine cannot sample: what stopped it, that its weights are lost, or what the last step failed with.
+        New weights clear the second, and these or a step that works the last."""
+        return self._failure or self._lost or self._problem
 
     @property
     def stopped(self) -> bool:
@@ -131,9 +142,11 @@ class EmbeddedEngine:
         future: asyncio.Future[Generation] = loop.create_future()
         with self._wake:
             if self._failure is not None:
-                raise EngineError(f"the engine has stopped because a step failed: {self._failure}") from self._failure
+                raise _stopped(self._failure)
             if self._closed:
                 raise EngineError("the engine is closed; build a new one")
+            if self._lost is not None:
+                raise self._lost
             ids = list(map(operator.index, prompt_ids))
             self._arrivals.append(_Arrival(ids, params, (loop, future), on_tokens, time.perf_counter(), images, state))
             self._session_of[future] = session or ""
@@ -159,7 +172,9 @@ class EmbeddedEngine:
         gone = threading.Event()
 
         def work() -> PromptLogprobs | None:
-            with self._lock, self._steps.working():
+            with self._lock, self._steps.working(), forward_in_fp8(self.core.fp8):
+                if self._lost is not None:
+                    raise self._lost
                 return None if gone.is_set() else prompt_logprobs(self.core.model, ids, start, top, temperature)
 
         try:
@@ -207,9 +222,23 @@ class EmbeddedEngine:
             try:
                 with self.core.memory_lent():
                     yield
+                self._lost = None
+            except WeightsLost as lost:
+                self._lost = lost
+                raise
             finally:  # an update that failed may have changed weights too
                 self._problem = None
                 self._deliver(self.core.commit_weights(version))
+                if self._lost is not None:
+                    self._end_all(self._lost)
+
+    def _end_all(self, error: EngineError) -> None:
+        """Every request that runs or waits in the core ends with this error."""
+        requests = list(self._waiters)
+        for request in requests:
+            request.error = error
+        self.core.abort(requests)
+        self._deliver(requests)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -220,14 +249,42 @@ class EmbeddedEngine:
             with self.core.memory_lent():
                 yield
 
+    @contextmanager
+    def unquantized(self) -> Iterator[None]:
+        """A context in which requests are computed with the weights themselves, not in FP8; for comparisons. No request
+        may be unanswered at its ends."""
+        self._multiply(in_fp8=False)
+        try:
+            yield
+        finally:
+            self._multiply(in_fp8=True)
+
+    def _multiply(self, *, in_fp8: bool) -> None:
+        with self._lock:
+            self._drain()
+            assert self.core.fp8 is not None and not self.core.busy, "only between requests of an engine in FP8"
+            self.core.fp8.active = in_fp8
+            self.core.index.forget()  # what the other weights computed
+
     def _drain(self) -> None:
         try:
-            self._deliver(self.core.drain())
-        except Exception as problem:  # noqa: BLE001 - it belongs to requests, not to who waits for the device
-            self._isolate(problem)
+            try:
+                self._deliver(self.core.drain())
+            except Exception as problem:  # noqa: BLE001 - it belongs to requests, not to who waits for the device
+                self._isolate(problem)
+        except BaseException as failure:  # the requests wait for the engine's thread, which does not know of it
+            self._fail(failure)
+            raise
 
     async def start(self) -> None:
-        """Nothing to do: the weights are the trainer's own."""
+        """Prepare the graphs of steps on a GPU. The weights are the trainer's own."""
+
+        def prepare() -> None:
+            with self._lock:
+                self._drain()
+                self.core.prepare()
+
+        await asyncio.to_thread(prepare)
 
     async def rest(self) -> None:
         """Nothing to do: `updating` releases the memory."""
@@ -256,22 +313,25 @@ class EmbeddedEngine:
             platform.module.set_device(self.core.model.device)  # a new thread begins with the first one
         if self.core.runner.ahead:
             sys.setswitchinterval(min(SWITCH_INTERVAL, sys.getswitchinterval()))
+        try:
+            self._serve()
+        except BaseException as failure:  # noqa: BLE001 - the thread must pass any failure to its callers
+            self._fail(failure)
+
+    def _serve(self) -> None:
+        """Make steps until the engine is closed, and then end the requests that are left."""
         seconds = 0.0
         while self._wait_for_work():
-            try:
-                if seconds < SHORT_STEP and not self.core.runner.ahead:
-                    self._yield_to_callers()
-                with self._lock:
-                    self._take_arrivals()
-                    if not self._all_sessions_wait():
-                        continue
-                    before = self._steps.seconds
-                    with self._steps.working():
-                        self._step()
-                    seconds = self._steps.seconds - before
-            except BaseException as failure:  # noqa: BLE001 - the thread must pass any failure to its callers
-                self._fail(failure)
-                return
+            if seconds < SHORT_STEP and not self.core.runner.ahead:
+                self._yield_to_callers()
+            with self._lock:
+                self._take_arrivals()
+                if not self._all_sessions_wait():
+                    continue
+                before = self._steps.seconds
+                with self._steps.working():
+                    self._step()
+                seconds = self._steps.seconds - before
         with self._lock:
             self._take_arrivals()
             left = list(self._waiters)
@@ -362,6 +422,7 @@ class EmbeddedEngine:
     def _take_arrivals(self) -> None:
         with self._wake:
             arrivals, self._arrivals = self._arrivals, []
+            self._entering = arrivals
             departures, self._departures = self._departures, []
             if self._isolated:
                 arrivals, self._arrivals = self._next_alone(arrivals, departures)
@@ -369,6 +430,8 @@ class EmbeddedEngine:
                 arrivals.sort(key=lambda arrival: self._session_of.get(arrival.waiter[1], ""))
         for prompt_ids, params, (loop, future), on_tokens, at, images, state in arrivals:
             try:
+                if self._lost is not None:
+                    raise self._lost
                 request = self.core.add(prompt_ids, params, at, images, state)
                 self._waiters[request] = (loop, future)
                 if on_tokens is not None:
@@ -381,6 +444,7 @@ class EmbeddedEngine:
         for request in gone:
             del self._waiters[request]
             self._listeners.pop(request, None)
+        self._entering = []
 
     def _next_alone(
         self, arrivals: list[_Arrival], departures: Sequence[asyncio.Future[Generation]]
@@ -402,10 +466,11 @@ class EmbeddedEngine:
     def _deliver(self, requests: Sequence[Request]) -> None:
         """Deliver results, with one wake-up per event loop."""
         by_loop: dict[asyncio.AbstractEventLoop, list[_Outcome]] = {}
-        for request in requests:
+        outcomes = [request.error or request.result() for request in requests]  # all or none: nobody may be forgotten
+        for request, outcome in zip(requests, outcomes, strict=True):
             loop, future = self._waiters.pop(request)
             self._listeners.pop(request, None)
-            by_loop.setdefault(loop, []).append((future, request.error or request.result()))
+            by_loop.setdefault(loop, []).append((future, outcome))
         for loop, results in by_loop.items():
             self._forget([future for future, _ in results])
             _post(loop, results)
@@ -417,13 +482,18 @@ class EmbeddedEngine:
                 self._session_of.pop(future, None)
 
     def _fail(self, failure: BaseException) -> None:
+        """The engine has stopped: fail everyone who waits, and from now on everyone who asks."""
         with self._wake:
             self._closed, self._failure = True, failure
             self._session_of.clear()
-            waiting = [arrival.waiter for arrival in self._arrivals] + list(self._waiters.values())
-            self._arrivals = []
+            waiting = [arrival.waiter for arrival in (*self._arrivals, *self._entering)]
+            waiting += self._waiters.values()
+            self._arrivals, self._entering = [], []
+            self._waiters.clear()
+            self._listeners.clear()
+            self._wake.notify()
         for loop, future in waiting:
-            _post(loop, [(future, failure)])
+            _post(loop, [(future, _stopped(failure))])
 
 
 class MirroredEngine(EmbeddedEngine):
@@ -459,6 +529,12 @@ class MirroredEngine(EmbeddedEngine):
                     mine.copy_(new)
 
 
+def _stopped(failure: BaseException) -> EngineError:
+    error = EngineError(f"the engine has stopped because a step failed: {type(failure).__name__}: {failure}")
+    error.__cause__ = failure
+    return error
+
+
 def _tensors(model: PreTrainedModel) -> list[Tensor]:
     return [*model.parameters(), *model.buffers()]
 
@@ -480,7 +556,9 @@ def _settle(results: Sequence[_Outcome]) -> None:
     for future, result in results:
         if future.done():
             continue
-        if isinstance(result, BaseException):
+        if isinstance(result, StopIteration):  # the one exception that a future does not take
+            future.set_exception(EngineError(f"the request failed: StopIteration: {result}"))
+        elif isinstance(result, BaseException):
             future.set_exception(result)
         else:
             future.set_result(result)

@@ -54,6 +54,9 @@ class _Access(ctypes.Structure):
     _fields_ = (("location", _Location), ("flags", ctypes.c_int))
 
 
+HEADROOM = 2**30  # bytes that stay free beside the KV cache, for what is not allocated by torch
+
+
 @cache
 def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
@@ -108,7 +111,8 @@ class VirtualMemory:
         """Map fresh memory; its contents are undefined."""
         assert self._handle is None, "mapped twice"
         handle, size = ctypes.c_uint64(), ctypes.c_size_t(self.size)
-        torch.cuda.empty_cache()  # torch's cached memory is on the same GPU
+        if torch.cuda.mem_get_info(self._place.id)[0] < self.size + HEADROOM:
+            torch.cuda.empty_cache()  # torch's cached memory is on the same GPU
         _call("cuMemCreate", ctypes.byref(handle), size, ctypes.byref(self._properties), ctypes.c_uint64(0))
         _call("cuMemMap", self._address, size, ctypes.c_size_t(0), handle, ctypes.c_uint64(0))
         access = _Access(self._place, _READ_WRITE)

@@ -14,17 +14,18 @@ from rally.engines.embedded.settings import EngineSettings
 from rally.engines.embedded.state_cache import state_bytes
 from rally.images.patches import Patches
 from rally.models.decoder_families import layer_shapes, mlp_size, shape_of
+from rally.models.fp8 import covered_layers
 from rally.models.kv_layers import CachedParts
 from rally.models.routing import routers_of
 from rally.models.vision import patches_of
 from rally.models.vision_memory import vision_bytes
-from rally.platforms import memory_info, on_accelerator
+from rally.platforms import has_kernels, memory_info, on_accelerator
 
 
 class MemoryPlan(NamedTuple):
     """`pages` of KV, their bytes, and the bytes a step of the largest size needs while it runs. `free` bytes were
     available when the plan was made. `slots` requests run at once; for a model with states there are `snapshots` of
-    them beside, and `state_bytes` for both."""
+    them beside, and `state_bytes` for both. `fp8_bytes` are those of quantised weights."""
 
     pages: int
     kv_bytes: int
@@ -33,17 +34,17 @@ class MemoryPlan(NamedTuple):
     slots: int
     snapshots: int = 0
     state_bytes: int = 0
+    fp8_bytes: int = 0
 
 
 def plan_memory(model: PreTrainedModel, settings: EngineSettings, parts: CachedParts | None = None) -> MemoryPlan:
-    """KV gets `memory_share` of the free memory, less what a step needs, and at most `max_kv_bytes`. A GPU uses all of
-    that, so that histories waiting for tools stay cached. A CPU uses at most twice what can run at once, because its
-    memory is shared. `parts` are what the model stores; without them the configuration tells.
-    Half of the memory at most is for states, a third of it for running requests."""
+    """KV gets `memory_share` of the free memory, less what a step and quantised weights need, and at most
+    `max_kv_bytes` and what `wanted_tokens` says. `parts` are what the model stores; without them the configuration
+    tells. Half of the memory at most is for states, a third of it for running requests."""
     on_gpu = on_accelerator(model.device)
-    needed = 2 * settings.max_num_seqs * settings.max_model_len
     nothing = parts is not None and not any(layer.numbers for layer in parts.layers)  # states alone
-    wanted = sys.maxsize if on_gpu and not nothing else needed
+    shares_pages = settings.backend != "gather" and has_kernels(model.device) and model.dtype.itemsize == 2
+    wanted = wanted_tokens(settings, on_gpu=on_gpu and not nothing, shares_pages=shares_pages)
     config, width = model.config, _width(model)
     stored = None if parts is None else sum(layer.numbers for layer in parts.layers) * width
     per_token = max(1, kv_bytes_per_token(config, width) if stored is None else stored)
@@ -51,16 +52,18 @@ def plan_memory(model: PreTrainedModel, settings: EngineSettings, parts: CachedP
         per_token += sum(2 * router.chosen for router in routers_of(model))
     step = step_bytes(config, settings, width, patches_of(model))
     free = free_bytes(model.device)
-    memory = max(0, int(free * settings.memory_share) - step)
+    fp8 = covered_layers(model, settings.option_names.quantization).bytes if settings.quantization else 0
+    memory = max(0, int(free * settings.memory_share) - step - fp8)
     row, slots, snapshots = 0 if parts is None else state_bytes(parts.states), settings.max_num_seqs, 0
     if row:
         fitting = memory // 2 // row
         slots = min(slots, max(1, fitting // 3))
-        snapshots = max(0, min(2 * slots if not on_gpu else 4 * slots, fitting - slots - 1))
+        snapshots = max(0, min(wanted_snapshots(settings, slots, on_gpu=on_gpu), fitting - slots - 1))
         memory -= (slots + 1 + snapshots) * row
     allowed = max(0, memory) // per_token
-    if settings.max_kv_bytes is not None:  # but one history must fit
-        wanted = min(wanted, max(settings.max_kv_bytes // per_token, settings.max_model_len + settings.page_size))
+    if settings.max_kv_bytes is not None:
+        wanted = min(wanted, settings.max_kv_bytes // per_token)
+    wanted = max(wanted, settings.max_model_len + settings.page_size)  # one history must fit
     pages = min(wanted, allowed) // settings.page_size
     if pages * settings.page_size < settings.max_model_len:
         names = settings.option_names
@@ -69,7 +72,28 @@ def plan_memory(model: PreTrainedModel, settings: EngineSettings, parts: CachedP
             f"tokens of KV that {names.memory}={settings.memory_share} allows; raise it, or lower {names.lengths}"
         )
     kv_bytes = pages * settings.page_size * per_token
-    return MemoryPlan(pages, kv_bytes, step, free, slots, snapshots, (slots + 1 + snapshots) * row)
+    return MemoryPlan(pages, kv_bytes, step, free, slots, snapshots, (slots + 1 + snapshots) * row, fp8)
+
+
+def wanted_tokens(settings: EngineSettings, *, on_gpu: bool, shares_pages: bool = True) -> int:
+    """The most tokens that the KV cache is planned for. A GPU takes what its rollouts can use, so that all histories
+    that wait for tools stay cached, and all it is given where nobody knows what they can. A CPU takes at most twice
+    what can run at once, because its memory is shared. Without `shares_pages` a running request copies what is cached
+    of its history."""
+    if not on_gpu:
+        return 2 * settings.max_num_seqs * settings.max_model_len
+    if settings.demand is None:
+        return sys.maxsize
+    # a page for each running request is kept free when another one is admitted
+    own = 1 if shares_pages else -(-settings.max_model_len // settings.page_size)
+    return (settings.demand.pages(settings.page_size) + settings.max_num_seqs * own) * settings.page_size
+
+
+def wanted_snapshots(settings: EngineSettings, slots: int, *, on_gpu: bool) -> int:
+    """The most snapshots of states that are of use beside `slots` running requests."""
+    if not on_gpu:
+        return 2 * slots
+    return 4 * (slots if settings.demand is None else min(slots, settings.demand.histories))
 
 
 def plan_words(plan: MemoryPlan, settings: EngineSettings) -> str:
@@ -78,9 +102,11 @@ def plan_words(plan: MemoryPlan, settings: EngineSettings) -> str:
     whole = min(plan.slots, tokens // settings.max_model_len)
     kv, step, free = (size / 2**30 for size in (plan.kv_bytes, plan.step_bytes, plan.free))
     states = f"{plan.state_bytes / 2**30:.2f} GiB for states and their snapshots; " if plan.state_bytes else ""
+    fp8 = f"{plan.fp8_bytes / 2**30:.2f} GiB for FP8 weights; " if plan.fp8_bytes else ""
     return (
         f"KV cache of up to {kv:.2f} GiB for {tokens:,} tokens, that is {whole} of {settings.max_num_seqs} requests of "
-        f"{settings.max_model_len:,} tokens at once; {states}up to {step:.2f} GiB for a step; {free:.1f} GiB were free"
+        f"{settings.max_model_len:,} tokens at once; {states}{fp8}up to {step:.2f} GiB for a step; {free:.1f} GiB were "
+        "free"
     )
 
 
@@ -93,7 +119,7 @@ def step_bytes(config: PreTrainedConfig, settings: EngineSettings, width: int, p
     """The memory that one full step needs beside the KV cache.
 
     Activations of one layer (the residual, its norm, queries, keys and values, both halves of the MLP and their
-    product), twice the float32 logits of every running request, and what the vision tower needs for `patches`.
+    product), twice the float32 logits of every sampled token, and what the vision tower needs for `patches`.
     """
     vision = vision_bytes(config, settings.max_model_len, settings.max_num_batched_tokens, width, patches)
     config = config.get_text_config()
@@ -103,7 +129,7 @@ def step_bytes(config: PreTrainedConfig, settings: EngineSettings, width: int, p
         + (2 * getattr(config, "num_attention_heads", 0) + 2 * kv_heads) * size
         + 3 * mlp_size(config)
     )
-    logits = 2 * 4 * min(settings.max_num_seqs, settings.max_num_batched_tokens) * config.vocab_size
+    logits = 2 * 4 * min(settings.max_sampled_rows, settings.max_num_batched_tokens) * config.vocab_size
     return int(settings.max_num_batched_tokens * wide * width + logits + vision)
 
 

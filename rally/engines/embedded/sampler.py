@@ -63,11 +63,10 @@ class Draw(NamedTuple):
     masks: tuple[tuple[int, bytes], ...] = ()  # rows with a grammar, and the tokens allowed there
 
     @classmethod
-    def of(cls, slots: Slots, chosen: Ints) -> Draw:
-        """For the next token of each chosen slot, which `planned` already counts."""
-        positions = slots.planned[chosen] - slots.prompt[chosen] - 1
+    def of(cls, slots: Slots, chosen: Ints, targets: Ints) -> Draw:
+        """For tokens of the chosen slots that get the places `targets` in their histories."""
         return cls(
-            uniforms(slots.seed[chosen], positions),
+            uniforms(slots.seed[chosen], targets - slots.prompt[chosen]),
             slots.temperature[chosen],
             slots.top_k[chosen],
             slots.top_p[chosen],

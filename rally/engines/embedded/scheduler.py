@@ -19,23 +19,30 @@ from rally.engines.base import EngineError
 from rally.engines.embedded.kv_cache import PagePool
 from rally.engines.embedded.radix_cache import WIDTH, Match, RadixCache, token_bytes
 from rally.engines.embedded.request_slots import Ints, Request, Slots
+from rally.engines.embedded.settings import NgramSpeculation
 
 MANY_DECODES = 64  # a step with so many is worth keeping free of chunks
 ENOUGH_WAITING = 4  # requests that justify the extra cost of chunks
 
 
 class Chunk(NamedTuple):
-    """Tokens [start, start + tokens) of the request in `slot`; `samples` if they end with its last known token."""
+    """Tokens [start, start + tokens) of the request in `slot`. The last `samples` of them predict a token each: none if
+    known tokens follow, one if the chunk ends with the last known token, and one more for each draft behind it."""
 
     slot: int
     start: int
     tokens: int
-    samples: bool
+    samples: int
+
+    @property
+    def drafts(self) -> int:
+        return max(0, self.samples - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """One forward: a token of each slot in `decodes`, then the chunks. Page copies (from, to) come before it.
+    """One forward: a token of each slot in `decodes`, then the chunks. Page copies (from, to) come before it. The
+    drafts of a chunk are in the ids of its slot, behind the known ones.
 
     If the model has states, snapshots of finished requests are saved and those of admitted ones loaded before it, in
     this order, and `snapshots` of running ones are taken after it.
@@ -50,13 +57,36 @@ class StepPlan:
 
     @cached_property
     def samplers(self) -> Ints:
-        """The slots that get a new token, in the order of the plan."""
+        """The slot of each sampled token, in the order of the plan."""
         if not self.chunks:
             return self.decodes
-        return np.append(self.decodes, [c.slot for c in self.chunks if c.samples]).astype(np.int64)
+        return np.append(self.decodes, [c.slot for c in self.chunks for _ in range(c.samples)]).astype(np.int64)
+
+    def targets(self, slots: Slots) -> Ints:
+        """Where each sampled token stands in its history."""
+        decoding = slots.computed[self.decodes]  # which counts the token that predicts it
+        if not self.chunks:
+            return decoding
+        ends = [c.start + c.tokens - i for c in self.chunks for i in reversed(range(c.samples))]
+        return np.append(decoding, ends).astype(np.int64)
 
     def __bool__(self) -> bool:
         return bool(len(self.decodes) or self.chunks)
+
+
+def ngram_drafts(history: npt.NDArray[np.int32], most: int, lookup: NgramSpeculation) -> list[int]:
+    """At most `most` tokens that followed the last earlier occurrence of the latest tokens of `history`. Longer
+    sequences of latest tokens are looked up first. Image tokens are never drafted."""
+    tokens = token_bytes(history)
+    for length in range(min(lookup.prompt_lookup_max, len(history) - 1), lookup.prompt_lookup_min - 1, -1):
+        latest, end = tokens[-length * WIDTH :], len(tokens) - 1
+        while (at := tokens.rfind(latest, 0, end)) > 0 and at % WIDTH:
+            end = at + len(latest) - 1  # not at the beginning of a token
+        if at >= 0:
+            start = at // WIDTH + length
+            drafts: list[int] = history[start : start + most].tolist()
+            return drafts if min(drafts) >= 0 else []
+    return []
 
 
 class Scheduler:
@@ -77,6 +107,7 @@ class Scheduler:
         share_pages: bool,
         patience: int = 0,
         eos_ids: frozenset[int] = frozenset(),
+        speculation: NgramSpeculation | None = None,
     ) -> None:
         self.pool, self.index, self.slots = pool, index, slots
         self.page_size = index.page_size
@@ -84,6 +115,7 @@ class Scheduler:
         self.share_pages = share_pages
         self.patience = patience
         self.eos_ids = eos_ids
+        self.speculation = speculation
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.version = 0
@@ -109,14 +141,17 @@ class Scheduler:
 
     def plan(self) -> StepPlan:
         """The next step. Empty if nothing can be done before a launched step has been read back."""
-        slots = self.slots
+        slots, speculates = self.slots, self.speculates  # before growing preempts: the caller read back only if it does
         wanting = self._wanting()
         self._grow(np.flatnonzero(wanting & (slots.planned - slots.computed == 1)))
         wanting = self._wanting()  # growing may have preempted some
         left = np.where(wanting, slots.planned - slots.computed, 0)
         decodes = np.flatnonzero(left == 1)
         budget = self.max_num_batched_tokens - len(decodes)
-        chunks: list[Chunk] = []
+        chunks = self._drafted(decodes, budget) if speculates else []
+        if chunks:
+            decodes = np.setdiff1d(decodes, [chunk.slot for chunk in chunks])
+            budget -= sum(chunk.drafts for chunk in chunks)
         unfinished = (r for r in self.running if left[r.slot] > 1) if (left > 1).any() else ()
         for request in unfinished:
             budget = self._plan_chunk(request, budget, chunks)
@@ -129,6 +164,39 @@ class Scheduler:
             self._copies, self._saves, self._loads = [], [], []
         self._advance(plan)
         return plan
+
+    @property
+    def speculates(self) -> bool:
+        """Whether so few requests run that drafts are worth their computation."""
+        return self.speculation is not None and len(self.running) <= self.speculation.disable_by_batch_size
+
+    def _drafted(self, decodes: Ints, budget: int) -> list[Chunk]:
+        """Chunks of those decoding slots for which drafts are found: the last known token and the drafts. A grammar
+        decides about one token after the other, so its requests get none."""
+        assert self.speculation is not None
+        slots, chunks = self.slots, []
+        for slot in decodes[~slots.constrained[decodes]].tolist():
+            known = int(slots.known[slot])
+            assert known == slots.planned[slot], "a request was planned before its last token was read back"
+            most = min(self.speculation.num_speculative_tokens, int(slots.limit[slot]) - known - 1, budget)
+            drafts = ngram_drafts(slots.ids[slot, :known], most, self.speculation) if most > 0 else []
+            drafts = drafts[: self._space(slot, known + len(drafts)) - known]
+            if drafts:
+                slots.ids[slot, known : known + len(drafts)] = drafts
+                chunks.append(Chunk(slot, known - 1, 1 + len(drafts), 1 + len(drafts)))
+                budget -= len(drafts)
+        return chunks
+
+    def _space(self, slot: int, tokens: int) -> int:
+        """How many tokens the slot's pages hold. Adds pages for `tokens` if that preempts nobody."""
+        request = self.slots.requests[slot]
+        assert request is not None
+        missing = self._pages_for(tokens) - len(request.pages)
+        pages = self._take(missing) if missing > 0 else None
+        if pages is not None:
+            request.pages += pages
+            self.slots.set_pages(request, len(request.pages) - missing)
+        return len(request.pages) * self.page_size
 
     def _wanting(self) -> npt.NDArray[np.bool_]:
         """Slots that go on. One with a grammar waits until its last token was read back, which decides what may follow
@@ -159,12 +227,13 @@ class Scheduler:
         return self._held > 0
 
     def _advance(self, plan: StepPlan) -> None:
-        """Count the planned tokens as computed, and those to be sampled as planned."""
+        """Count the planned tokens as computed, and those to be sampled as planned. Drafts count when they turn out to
+        be right."""
         slots = self.slots
         slots.computed[plan.decodes] += 1
         for chunk in plan.chunks:
-            slots.computed[chunk.slot] += chunk.tokens
-        slots.planned[plan.samplers] += 1
+            slots.computed[chunk.slot] += chunk.tokens - chunk.drafts
+        slots.planned[np.unique(plan.samplers)] += 1
 
     def _plan_chunk(self, request: Request, budget: int, chunks: list[Chunk]) -> int:
         slots, slot = self.slots, request.slot
@@ -173,7 +242,7 @@ class Scheduler:
         if request.cuts:
             count = min(count, request.cuts[0] - start)
         if count > 0:
-            chunks.append(Chunk(slot, start, count, start + count == planned))
+            chunks.append(Chunk(slot, start, count, int(start + count == planned)))
         return budget - max(0, count)
 
     def _admit(self, budget: int, chunks: list[Chunk]) -> None:
@@ -289,7 +358,13 @@ class Scheduler:
                     request.pages += pages
                     slots.set_pages(request, len(request.pages) - 1)
                     break
-                self.preempt(self.running[-1])
+                if self.running == [request] and len(self.index):
+                    # Preempted alone, it would come to this place again: pages of its own continue cached ones with the
+                    # same tokens as others of its own, so that these can never be evicted.
+                    self.index.forget()
+                    self._saves = []  # their snapshots are gone
+                else:
+                    self.preempt(self.running[-1])
 
     def _take(self, count: int, keep: int = 0) -> list[int] | None:
         """Allocate `count` pages such that `keep` more stay free, evicting unused cached prefixes; None if

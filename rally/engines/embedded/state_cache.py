@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rally.engines.embedded.kv_cache import ALIGNMENT, LentMemory
-from rally.models.state_layers import DecodeTree, SegmentTree, StateSegment
+from rally.models.segment_tree import DecodeTree, SegmentTree, StateSegment
 
 Ints = npt.NDArray[np.int64]
 StateShapes = Mapping[str, tuple[torch.Size, torch.dtype]]

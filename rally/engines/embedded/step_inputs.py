@@ -148,7 +148,7 @@ def fill(
     put("last", tokens.last)
     put("slots", samplers, pad=padding.no_slot)
     put("temperature", slots.temperature[samplers].view(np.int32))
-    uniform = uniforms(slots.seed[samplers], slots.planned[samplers] - slots.prompt[samplers] - 1)
+    uniform = uniforms(slots.seed[samplers], plan.targets(slots) - slots.prompt[samplers])
     put("uniform", np.minimum(uniform, 1 - 2.0**-24).astype(np.float32).view(np.int32))
     return offsets["end"]
 

@@ -22,6 +22,7 @@ from rally.engines.embedded.sampler import Draw, SampledBatch, sample
 from rally.engines.embedded.scheduler import StepPlan
 from rally.engines.embedded.state_cache import StateStore, StepStates
 from rally.models.attention import packed_hidden
+from rally.models.fp8 import Fp8Linears, forward_in_fp8
 from rally.models.lm_head import head_logits
 from rally.models.routing import RouteRecorder, routed
 from rally.models.vision import FeatureCache, Features, SeenImages, joined, patches_of
@@ -83,7 +84,7 @@ class PendingStep(Protocol):
     """A launched step."""
 
     def result(self) -> SampledBatch:
-        """One token for each of the plan's samplers; waits until the step has run."""
+        """One token for each row of the plan's samplers; waits until the step has run."""
         ...
 
 
@@ -117,8 +118,9 @@ def packed_tokens(plan: StepPlan, slots: Slots, page_size: int) -> Tokens:
     if plan.chunks:
         owner = np.concatenate([owner] + [np.full(c.tokens, c.slot) for c in plan.chunks])
         positions = np.concatenate([positions] + [np.arange(c.start, c.start + c.tokens) for c in plan.chunks])
-        ends = len(last) + np.cumsum([c.tokens for c in plan.chunks]) - 1
-        last = np.append(last, ends[[c.samples for c in plan.chunks]])
+        ends = len(last) + np.cumsum([c.tokens for c in plan.chunks])
+        sampled = [np.arange(end - c.samples, end) for c, end in zip(plan.chunks, ends, strict=True)]
+        last = np.concatenate([last, *sampled])
     pages = slots.table_SP[owner, positions // page_size].astype(np.int64)
     return Tokens(
         ids=np.maximum(slots.ids[owner, positions], 0).astype(np.int64),  # image tokens have negative ids
@@ -143,8 +145,15 @@ class ModelRunner:
     ahead = False
 
     def __init__(
-        self, model: PreTrainedModel, store: KVStore, slots: Slots, stride: int, states: StateStore | None = None
+        self,
+        model: PreTrainedModel,
+        store: KVStore,
+        slots: Slots,
+        stride: int,
+        states: StateStore | None = None,
+        fp8: Fp8Linears | None = None,
     ) -> None:
+        self.fp8 = fp8
         self.model, self.store, self.slots, self.stride, self.states = model, store, slots, stride, states
         self.image_inputs = ImageInputs(model, slots) if patches_of(model) is not None else None
 
@@ -170,14 +179,14 @@ class ModelRunner:
         if self.image_inputs is not None:
             positions = torch.from_numpy(self.image_inputs.positions(plan)).to(device)
             seen = self.image_inputs.seen(plan)
-        with recorded_routes(self.store, places):
+        with recorded_routes(self.store, places), forward_in_fp8(self.fp8):
             hidden = packed_hidden(self.model, ids, positions, context, seen)
         if self.states is not None:
             self.states.copy(plan.snapshots)
         if not len(last):
             nothing = np.empty(0, np.float32)
             return FinishedStep(SampledBatch(np.empty(0, np.int64), nothing, nothing))
-        draw = Draw.of(self.slots, plan.samplers)
+        draw = Draw.of(self.slots, plan.samplers, plan.targets(self.slots))
         return FinishedStep(sample(head_logits(self.model, hidden[last]), draw))
 
 

@@ -10,6 +10,7 @@ from rally.engines.remote.rank_engines import GatheredWeights, RankReplica
 from rally.engines.remote.server_api import Launch, ServerApi
 from rally.engines.remote.sglang_api import Sglang
 from rally.engines.remote.vllm_api import Vllm
+from rally.engines.remote.weight_broadcast import BroadcastWeights, StagedWeights
 from rally.engines.remote.weight_deltas import DeltaFiles
 from rally.engines.remote.weight_updates import (
     CudaIpcWeights,
@@ -35,6 +36,8 @@ __all__ = [
     "ServerReplica",
     "Sglang",
     "Vllm",
+    "BroadcastWeights",
+    "StagedWeights",
     "DeltaFiles",
     "JoinFolder",
     "ServerAnnouncement",

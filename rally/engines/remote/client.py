@@ -1,10 +1,11 @@
-"""The HTTP client of one rollout server, as a `Replica`. Every call has a deadline, and every failure is one of three:
+"""The HTTP client of one rollout server, as a `Replica`. Every call has a deadline, and every failure is one of these:
 
 | failure | exception |
 | --- | --- |
 | no connection, connection lost, no response in time, a 5xx, an incomplete response | ReplicaGone |
 | 429, or 503 | ReplicaBusy, with the server's Retry-After |
-| 400, 401, 403, 404, 413, 422 | EngineError with the server's message |
+| 400 from Rally's own server about a grammar | GrammarError with the server's message |
+| 400, 401, 403, 404, 413, 422 otherwise | EngineError with the server's message |
 
 Cancelling a call also aborts its request on the server. A server that does not have the current weights, or whose
 process is being restarted, accepts no requests.
@@ -16,6 +17,7 @@ import asyncio
 import base64
 import functools
 import json
+import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
@@ -25,9 +27,19 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.parse import unquote, urlsplit, urlunsplit
 
-from rally.engines.base import EngineError, ReplicaBusy, ReplicaGone, first_stop
-from rally.engines.remote.server_api import TOKEN_VARIABLE, GenerationRequest, HttpCall, InFlight, ServerApi, Source
-from rally.types import Generation, SamplingParams, WeightSpan
+from rally.engines.base import NO_GRAMMAR, NO_IMAGES, EngineError, ReplicaBusy, ReplicaGone, first_stop
+from rally.engines.remote.server_api import (
+    TOKEN_VARIABLE,
+    GenerationRequest,
+    HttpCall,
+    InFlight,
+    ServerApi,
+    Source,
+    WeightBroadcast,
+)
+from rally.engines.remote.token_protocol import GRAMMAR_CODE
+from rally.models.token_masks import GrammarError
+from rally.types import Generation, ImageSpan, RallyError, SamplingParams, WeightSpan
 
 
 class Address(NamedTuple):
@@ -61,6 +73,7 @@ QUESTIONS = ("/prompt_logprobs", "/tokenizer", "/get_model_info", "/get_server_i
 CLIENT_ERRORS = (400, 401, 403, 404, 413, 422)
 
 Result = TypeVar("Result")
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +109,7 @@ class ServerReplica:
         self.version: int | None = None  # of its weights, if known
         self.serving = False  # whether it accepts requests
         self.asleep = False  # it has released its memory
+        self._mixed = False  # a broadcast to it failed, and it has had no whole version since
         self._woken: set[str] = set()  # parts of its memory that were restored, if waking failed half way
         self.salt = ""
         self._links: dict[asyncio.AbstractEventLoop, _Link] = {}
@@ -105,11 +119,13 @@ class ServerReplica:
     def name(self) -> str:
         return self.url
 
-    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Generation:
-        self._check(prompt_ids, params)
+    async def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, images: Sequence[ImageSpan] = ()
+    ) -> Generation:
+        self._check(prompt_ids, params, images)
         if params.stop and not self.api.stops_at_strings:
             return await self._until_string(tuple(prompt_ids), params)
-        return await self._generate(prompt_ids, params)
+        return await self._generate(prompt_ids, params, images)
 
     async def _until_string(self, prompt_ids: tuple[int, ...], params: SamplingParams) -> Generation:
         """Sample until the decoded text has a stop string, which servers that only see token ids cannot find. The
@@ -130,7 +146,9 @@ class ServerReplica:
             whole = joined if end is None else _cut(joined, end)
         return replace(whole, seconds=time.perf_counter() - start)
 
-    async def _generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Generation:
+    async def _generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, images: Sequence[ImageSpan] = ()
+    ) -> Generation:
         before = self.version
         if before is None or not self.serving:
             raise ReplicaGone(f"{self.name} does not have the current weights")
@@ -143,6 +161,7 @@ class ServerReplica:
             before=before,
             after=before,
             salt=salt,
+            images=tuple(images),
             route_experts=self.settings.route_experts,
         )
         try:
@@ -154,14 +173,35 @@ class ServerReplica:
             generation = self.api.generation(response, replace(request, after=await self._version_now()))
         except ReplicaGone as problem:
             raise ReplicaGone(f"{self.name}: {problem}") from None
+        vocabulary, largest = self.settings.vocabulary, max(generation.ids, default=0)
+        if vocabulary is not None and largest >= vocabulary:  # training would read beyond its logits
+            raise ReplicaGone(
+                f"{self.name} sampled token {largest}, which is outside the model's vocabulary of {vocabulary}; serve "
+                "the model of the run"
+            )
+        if (oldest := min((span.version for span in generation.spans), default=before)) < before:
+            raise self._started_again(oldest, before)
         return replace(generation, seconds=time.perf_counter() - start)
+
+    def _started_again(self, has: int, given: int) -> ReplicaGone:
+        """It reports weights that are older than those that it had before the request: its process is another one. It
+        gets no requests until it has been given weights again."""
+        if self.version == given:
+            self.version, self.serving = None, False
+        problem = f"{self.name} has weights of version {has}, although it was given version {given}"
+        _log.warning("%s; was it started again? It gets no requests until it has the weights of the run", problem)
+        return ReplicaGone(problem)
 
     async def _version_now(self) -> int | None:
         """The version of its weights, as known to whoever updates them."""
         return self.version
 
-    def _check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+    def _check(self, prompt_ids: Sequence[int], params: SamplingParams, images: Sequence[ImageSpan]) -> None:
         """Reject invalid requests here: a token outside the vocabulary crashes vLLM's engine."""
+        if params.grammar and not self.api.applies_grammars:
+            raise EngineError(NO_GRAMMAR)
+        if images and not self.api.takes_images:
+            raise EngineError(NO_IMAGES)
         vocabulary, window = self.settings.vocabulary, self.settings.max_model_len
         if params.stop and self.settings.decode is None and not self.api.stops_at_strings:
             raise EngineError(
@@ -222,12 +262,15 @@ class ServerReplica:
                 await self._control(self.api.wake(source, version))
             else:
                 await self._control(self.api.load(source, version, in_flight))
-            self.asleep = False
+            self.asleep = self._mixed = False
             self._woken.clear()
             self.salt = f"rally-{uuid.uuid4().hex}"
             self.version = version  # before it resumes: from then on it samples from these weights
-        except EngineError:
+        except EngineError as problem:
             self.version = None
+            self._mixed |= isinstance(source, WeightBroadcast)
+            if self._mixed:  # parts of two versions: what it still samples must be of neither
+                raise ReplicaGone(f"{self.name} has no complete weights: {problem}") from problem
             if not self.asleep:  # a sleeping server has no callers and too little memory to resume
                 with suppress(EngineError):  # if left paused it would block its callers; if it is gone, it has none
                     await self.call(self.api.resume(), HEALTH_SECONDS)
@@ -246,7 +289,7 @@ class ServerReplica:
                 self._woken.add(call.wakes)
 
     async def call(self, call: HttpCall, seconds: float, *, limited: bool = False) -> Any:
-        """The JSON of the response, or one of the three errors; None for an empty body. At most `max_connections`
+        """The JSON of the response, or one of the errors above; None for an empty body. At most `max_connections`
         `limited` calls run at once."""
         import aiohttp
 
@@ -320,18 +363,21 @@ def _joined(first: Generation, second: Generation) -> Generation:
         sampling_logprobs=first.sampling_logprobs + second.sampling_logprobs if both else (),
         finish=second.finish,
         spans=tuple(spans),
+        routes=second.routes if second.ids else first.routes,  # of the whole history each time
     )
 
 
 def _cut(generation: Generation, end: int) -> Generation:
     """The generation, stopped after its first `end` tokens."""
     spans = (replace(span, end=min(span.end, end)) for span in generation.spans if span.start < end)
+    routes = generation.routes
     return replace(
         generation,
         ids=generation.ids[:end],
         logprobs=generation.logprobs[:end],
         sampling_logprobs=generation.sampling_logprobs[:end],
         spans=tuple(spans),
+        routes=None if routes is None else routes.first(len(routes) - len(generation.ids) + end),
         finish="stop",
     )
 
@@ -385,13 +431,24 @@ async def _send(session: aiohttp.ClientSession, url: str, call: HttpCall) -> tup
         return response.status, response.headers.get("Retry-After", ""), await response.read()
 
 
-def _http_error(name: str, call: HttpCall, status: int, retry_after: str, content: bytes) -> EngineError:
+def _http_error(name: str, call: HttpCall, status: int, retry_after: str, content: bytes) -> RallyError:
+    if status == 400 and (reason := _grammar_problem(content)):
+        return GrammarError(reason)
     text = " ".join(content.decode(errors="replace").split())[:300]
     if status in (429, 503):
         return ReplicaBusy(f"{name} is overloaded ({status}: {text})", _seconds(retry_after))
     if status in CLIENT_ERRORS:
         return EngineError(f"{name} rejected {call.path} ({status}): {text}{_hint(call.path, status)}")
     return ReplicaGone(f"{name} failed at {call.path} ({status}): {text}")
+
+
+def _grammar_problem(content: bytes) -> str:
+    """What Rally's own server says of a grammar that it cannot apply; empty for any other error."""
+    try:
+        error = json.loads(content)["error"]
+        return str(error["message"]) if error["code"] == GRAMMAR_CODE else ""
+    except (ValueError, KeyError, TypeError):
+        return ""
 
 
 def _seconds(retry_after: str) -> float:

@@ -6,7 +6,8 @@ weights, while requests go to the others or wait. Servers that share the trainer
 the trainer can use their memory.
 
 Servers may join and leave while the run goes on (`joining`). One that joins gets requests after it has loaded the
-published weights and passed the probe. One that leaves or dies loses no request: its requests are sent to others.
+published weights and passed the probe. One that leaves or dies loses no request: its requests are sent to others. One
+that hangs while it loads weights or is checked holds up the run for `join_seconds` at most, and then leaves.
 
 In asynchronous training servers sample while the trainer changes its weights. All servers that get requests have the
 version published last, which a server that starts or joins gets too, from what was staged. It is checked against what
@@ -27,7 +28,7 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from rally.engines.base import EngineError, UtilizationClock
+from rally.engines.base import NO_GRAMMAR, EngineError, ReplicaGone, UtilizationClock
 from rally.engines.remote.canary import CanaryError, Oracle, canary, probe
 from rally.engines.remote.client import HEALTH_SECONDS, ServerReplica
 from rally.engines.remote.joining import JoinFolder, ServerAnnouncement
@@ -42,6 +43,8 @@ from rally.util.subprocesses import POLL_SECONDS
 
 Result = TypeVar("Result")
 JOINING = "joining"  # the watcher of servers that join
+LOOKS = 20  # at a server that joined, in the time that it has
+REST = 10  # a server that held up the run for a while is tried again after so many times as long
 
 _log = logging.getLogger(__name__)
 
@@ -56,6 +59,8 @@ class RemoteSettings:
     in_flight: InFlight = "keep"
     max_restarts: int = 3
     restart_delay: float = 2.0
+    join_seconds: float = 120.0
+    """A server that joined leaves if it needs longer to load weights and to pass its check."""
     sleeps: bool = False
     """Servers release their GPU memory during the update."""
     router: RouterSettings = field(default_factory=RouterSettings)
@@ -104,6 +109,7 @@ class RemoteEngine:
         self.joined: dict[ServerAnnouncement, ServerReplica] = {}
         self._attempts: dict[ServerAnnouncement, asyncio.Task[None]] = {}  # to join or to leave
         self._join_problems: dict[ServerAnnouncement, str] = {}
+        self._rests: dict[ServerAnnouncement, float] = {}  # servers that hung, and when they may try to join again
 
     @property
     def weight_version(self) -> int:
@@ -141,6 +147,11 @@ class RemoteEngine:
     ) -> Generation:
         with self._requests.working():
             return await self.router.generate(prompt_ids, params, session=session, images=images)
+
+    async def check_grammar(self, grammar: str) -> None:
+        """Whether a server can compile it is found by `generate`."""
+        if not all(server.api.applies_grammars for server in self.servers):
+            raise EngineError(NO_GRAMMAR)
 
     def expect(self, session: str) -> None:
         self.router.expect(session)
@@ -199,6 +210,7 @@ class RemoteEngine:
             for server in servers:  # at once: no request that begins from now on is sampled by an older version
                 self.router.pause(server.name)
             self._published, self._known = self._version, None
+            self.weights.expect([server for server in servers if self._announcement_of(server) is None])
             outcomes = await asyncio.gather(*(self._update(s) for s in servers), return_exceptions=True)
             if self._known is None:  # no server answered; those that start later are compared with this
                 await asyncio.to_thread(self._published_logits, self.oracle.prompt())
@@ -241,9 +253,14 @@ class RemoteEngine:
         self.weights.close()
 
     async def _check(self, server: ServerReplica, sleep: bool) -> None:
-        if server.serving and server.version == self._published:
+        check = server.serving and server.version == self._published
+        if (one := self._announcement_of(server)) is not None:
+            if check:
+                await self._in_time(one, server, canary(server, self.oracle))
+            return
+        if check:
             await canary(server, self.oracle)
-        if sleep and server not in self.joined.values():
+        if sleep:
             self.router.pause(server.name)
             await server.sleep()
 
@@ -251,11 +268,40 @@ class RemoteEngine:
         """Load the published weights into a server, check them, and only then give it requests. Returns the canary's
         difference."""
         self.router.pause(server.name)
-        if server in self.joined.values():  # a node that is gone must not hold up the others until a load times out
-            await server.call(HttpCall("/health"), HEALTH_SECONDS)
-        difference = await self._send_and_check(server, lambda: canary(server, self.oracle))
+        update = functools.partial(self._send_and_check, server, lambda: canary(server, self.oracle))
+        if (one := self._announcement_of(server)) is None:
+            difference = await update()
+        else:
+            await server.call(HttpCall("/health"), HEALTH_SECONDS)  # a node that is gone is noticed at once
+            difference = await self._in_time(one, server, update())
         self.router.back(server.name)
         return difference
+
+    def _announcement_of(self, server: ServerReplica) -> ServerAnnouncement | None:
+        """What a server that joined announced; None for a server of the run."""
+        return next((one for one, joined in self.joined.items() if joined is server), None)
+
+    async def _in_time(self, one: ServerAnnouncement, server: ServerReplica, work: Awaitable[Result]) -> Result:
+        """Await work with a server that joins or has joined. It must not hold up the run, again and again. A time in
+        which this event loop is blocked, as by an update, does not count."""
+        seconds, waited = self.settings.join_seconds, 0.0
+        task = asyncio.ensure_future(work)
+        try:
+            while waited < seconds and not task.done():
+                before = time.monotonic()
+                await asyncio.wait([task], timeout=seconds / LOOKS)
+                waited += min(time.monotonic() - before, seconds / LOOKS)
+            if task.done():
+                return task.result()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        self._rests[one] = time.monotonic() + REST * seconds
+        raise ReplicaGone(
+            f"{server.name} did not load weights and pass its check within {seconds:g} s "
+            f"(rollout.server.join_timeout); it may join again in {REST * seconds:g} s, or at once when its "
+            "announcement is removed and written again"
+        )
 
     async def _send_and_check(self, server: ServerReplica, check: Callable[[], Awaitable[Result]]) -> Result:
         """Send the weights, and again if `check` fails and the transport has another way."""
@@ -285,8 +331,10 @@ class RemoteEngine:
         if not failed:
             return
         for announcement, server in list(self.joined.items()):
-            if server.name in failed:
-                self._leave(announcement, str(failed.pop(server.name)))
+            if (problem := failed.pop(server.name, None)) is not None:
+                if isinstance(problem, ReplicaGone):  # its requests would wait until they time out
+                    self.router.abandon(server.name)
+                self._leave(announcement, str(problem))
         if not failed:
             return
         await asyncio.sleep(2 * POLL_SECONDS)  # let watchers notice processes that have died
@@ -294,6 +342,8 @@ class RemoteEngine:
             if server.name in failed and self.router.duty(server.name) is Duty.PAUSED:
                 _log.warning("%s gets no requests: %s", server.name, failed[server.name])
                 self.router.lost(server.name, str(failed[server.name]))
+                if isinstance(failed[server.name], ReplicaGone):
+                    self.router.abandon(server.name)
         if self.router.hopeless:
             raise next(iter(failed.values()))
 
@@ -306,10 +356,14 @@ class RemoteEngine:
         """Let servers join and leave as they are announced."""
         while True:
             announced = await asyncio.to_thread(joining.read)
+            self._rests = {one: until for one, until in self._rests.items() if one in announced}
             for one in announced - self.joined.keys() - self._attempts.keys():
-                self._begin(one, self._join(one, joining.make))
-            for one in set(self.joined) - announced:
-                self._leave(one, "it is no longer announced")
+                if time.monotonic() >= self._rests.get(one, 0.0):
+                    self._begin(one, self._join(one, joining.make))
+            if set(self.joined) - announced:
+                async with self._update_lock:  # an update may be sending it weights
+                    for one in set(self.joined) - announced:
+                        self._leave(one, "it is no longer announced")
             await asyncio.sleep(self.settings.router.health_every)
 
     def _begin(self, one: ServerAnnouncement, work: Coroutine[Any, Any, None]) -> None:
@@ -333,7 +387,7 @@ class RemoteEngine:
             await server.call(HttpCall("/health"), HEALTH_SECONDS)
             async with self._update_lock:
                 await self._stage_published()
-                await self._bring_up(server)
+                await self._in_time(one, server, self._bring_up(server))
                 self.router.add(server)
                 self.servers.append(server)
                 self.joined[one] = server

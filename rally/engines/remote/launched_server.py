@@ -21,7 +21,7 @@ from rally.engines.base import EngineError, ReplicaGone
 from rally.engines.remote.client import ClientSettings, ServerReplica
 from rally.engines.remote.server_api import TOKEN_VARIABLE, ServerApi
 from rally.nodes import LOCAL, Node, NodeError, NodeProcess
-from rally.types import Generation, SamplingParams
+from rally.types import Generation, ImageSpan, SamplingParams
 from rally.util.locks import Lock, hold
 from rally.util.subprocesses import POLL_SECONDS
 
@@ -101,9 +101,11 @@ class LaunchedServer(ServerReplica):
     def alive(self) -> bool:
         return self.process is not None and self.process.alive
 
-    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Generation:
+    async def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, images: Sequence[ImageSpan] = ()
+    ) -> Generation:
         try:
-            return await super().generate(prompt_ids, params)
+            return await super().generate(prompt_ids, params, images=images)
         except ReplicaGone as problem:
             await asyncio.sleep(2 * POLL_SECONDS)  # if its process died, the watcher notices before the caller
             raise ReplicaGone(f"{problem}; its log is {self._log}") from None

@@ -1,5 +1,5 @@
 """The API of Rally's own server: `rally serve engine --accept-weights`. Weights are loaded from a folder, from
-deltas, or from both.
+deltas, or from both, or received in a broadcast.
 
 The server runs the embedded engine, so spans, log-probabilities and seeds have the same meaning as in process. Its
 policy for requests in flight is set when it starts; a server whose policy differs from the run's rejects weights.
@@ -8,9 +8,10 @@ policy for requests in flight is set when it starts; a server whose policy diffe
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
-from rally.engines.base import EngineError
+from rally.engines.base import EngineError, ReplicaGone
 from rally.engines.remote.client import ClientSettings, ServerReplica
 from rally.engines.remote.server_api import (
     TOKEN_VARIABLE,
@@ -19,14 +20,22 @@ from rally.engines.remote.server_api import (
     InFlight,
     Launch,
     Source,
+    WeightBroadcast,
     WeightChain,
     as_list,
     checked_generation,
     flags,
     get_field,
+)
+from rally.engines.remote.token_protocol import (
+    constrained_of_wire,
+    images_to_wire,
+    routes_of_wire,
     sampling_to_wire,
 )
 from rally.types import Generation
+
+IMAGE_BODY_MB = 128  # of a request with images
 
 
 class Rally:
@@ -34,16 +43,23 @@ class Rally:
 
     name = "rally"
     stops_at_strings = True
+    applies_grammars = True
+    takes_images = True
 
     def generate(self, request: GenerationRequest) -> HttpCall:
-        body = {"prompt_ids": as_list(request.prompt_ids), "sampling": sampling_to_wire(request.params)}
+        body: dict[str, Any] = {"prompt_ids": as_list(request.prompt_ids), "sampling": sampling_to_wire(request.params)}
+        if request.images:
+            body["images"] = images_to_wire(request.images)
         return HttpCall("/generate", body)
 
     def generation(self, answer: Any, request: GenerationRequest) -> Generation:
-        spans = get_field(answer, "spans")
+        spans, ids = get_field(answer, "spans"), get_field(answer, "ids")
+        allowed = ids if isinstance(ids, list) else []  # anything else is refused below
+        if not isinstance(spans, list):
+            raise ReplicaGone("the server's weight versions are no list")
         return checked_generation(
             request,
-            get_field(answer, "ids"),
+            ids,
             get_field(answer, "logprobs"),
             get_field(answer, "finish"),
             spans=[{"version": get_field(s, 0), "start": get_field(s, 1), "end": get_field(s, 2)} for s in spans],
@@ -51,6 +67,8 @@ class Rally:
             queued_seconds=get_field(answer, "queued_seconds"),
             first_token_seconds=get_field(answer, "first_token_seconds"),
             sampling_logprobs=get_field(answer, "sampling_logprobs"),
+            routes=routes_of_wire(answer.get("routes")),
+            constrained=constrained_of_wire(answer.get("masks"), request.params.grammar, allowed),
         )
 
     def abort(self, request_id: str) -> HttpCall | None:
@@ -58,6 +76,9 @@ class Rally:
 
     def load(self, source: Source, version: int, in_flight: InFlight) -> tuple[HttpCall, ...]:
         return (_load(source, version, in_flight),)
+
+    def join(self, invitation: Mapping[str, Any]) -> HttpCall:
+        return HttpCall("/join_weights", invitation)
 
     def sleep(self) -> tuple[HttpCall, ...]:
         raise EngineError(
@@ -90,6 +111,8 @@ class Rally:
             "seed": launch.seed,
             "accept_weights": True,
             "in_flight": launch.in_flight,
+            "return_routes": launch.routes or None,
+            **({"image_processor": launch.images, "max_body_mb": IMAGE_BODY_MB} if launch.images else {}),
         }
         arguments = flags({**options, **launch.extra}, negated=True)
         return [launch.python, "-m", "rally.cli", "serve", "engine", launch.folder, *arguments]
@@ -117,8 +140,10 @@ class RallyReplica(ServerReplica):
 def _load(source: Source, version: int, in_flight: InFlight) -> HttpCall:
     if isinstance(source, WeightChain):
         files: dict[str, Any] = {"folder": source.folder, "deltas": list(source.deltas)}
+    elif isinstance(source, WeightBroadcast):
+        files = {"broadcast": source._asdict()}
     elif isinstance(source, str):
         files = {"folder": source}
     else:
-        raise EngineError("a `rally serve engine` server loads weights only from files, not by CUDA IPC")
+        raise EngineError("a `rally serve engine` server loads no weights by CUDA IPC")
     return HttpCall("/load_weights", {**files, "version": version, "in_flight": in_flight})

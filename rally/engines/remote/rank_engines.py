@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from rally.engines.base import EngineError
 from rally.engines.remote.client import ClientSettings, ServerReplica
@@ -42,19 +42,25 @@ class GatheredWeights:
     def __init__(self, publish: Callable[[int], None], files: WeightTransport) -> None:
         self._publish, self._files = publish, files
         self.version: int | None = None
+        self._writing: asyncio.Task[None] | None = None
 
     async def stage(self, version: int) -> None:
         """All engines have the new version after it. What becomes of their requests follows their settings."""
         await asyncio.to_thread(self._publish, version)
         self.version = version
 
+    def expect(self, servers: Sequence[ServerReplica]) -> None:
+        """All ranks got the version together, when it was staged."""
+
     async def send(self, server: ServerReplica, in_flight: InFlight) -> None:
         assert self.version is not None, "no weights were staged yet"
         if isinstance(server, RankReplica):
             server.loaded(self.version)
             return
-        if self._files.version != self.version:
-            await self._files.stage(self.version)
+        while self._files.version != self.version:
+            if self._writing is None or self._writing.done():
+                self._writing = asyncio.create_task(self._files.stage(self.version))
+            await asyncio.shield(self._writing)  # once for all servers, also if one of them is given up meanwhile
         await self._files.send(server, in_flight)
 
     async def folder(self) -> str:

@@ -11,32 +11,18 @@ import io
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
 from rally.engines.base import EngineError, ReplicaGone, SampleVoid
-from rally.types import FinishReason, Generation, Routes, SamplingParams, WeightSpan
+from rally.types import ConstrainedSpan, FinishReason, Generation, ImageSpan, Routes, SamplingParams, WeightSpan
 
 TOKEN_VARIABLE = "RALLY_ENGINE_TOKEN"
 LAUNCHER = str(Path(__file__).parent / "inside" / "rally_server_launcher.py")
 """Starts a server of another package with the token that the variable holds."""
-
-
-def sampling_to_wire(params: SamplingParams) -> dict[str, Any]:
-    """The fields that differ from the defaults."""
-    return {f.name: value for f in fields(params) if (value := getattr(params, f.name)) != f.default}
-
-
-def generation_to_wire(generation: Generation) -> dict[str, Any]:
-    """The JSON form of a generation, as Rally's own server returns it."""
-    spans = [[span.version, span.start, span.end] for span in generation.spans]
-    assert generation.routes is None, "Rally's own server does not return expert choices"
-    assert generation.constrained is None, "Rally's own server accepts no grammars over this protocol"
-    names = [f.name for f in fields(generation) if f.name not in ("routes", "constrained")]
-    return {name: getattr(generation, name) for name in names} | {"spans": spans}
 
 
 InFlight = Literal["abort", "keep", "recompute"]
@@ -57,12 +43,27 @@ class WeightChain(NamedTuple):
     deltas: tuple[str, ...]
 
 
-Source = str | IpcExport | WeightChain
-"""Where weights are: a folder, GPU memory, or deltas in files."""
+class WeightBroadcast(NamedTuple):
+    """Weights that the trainer is about to broadcast in a group that the server has joined: the name, dtype and shape
+    of each, and the size of the buckets into which they are cut."""
+
+    group: str
+    weights: tuple[tuple[str, str, tuple[int, ...]], ...]
+    bucket_bytes: int
+
+
+Source = str | IpcExport | WeightChain | WeightBroadcast
+"""Where weights are: a folder, GPU memory, deltas in files, or on their way."""
+
+
+def no_broadcast(server: str) -> EngineError:
+    return EngineError(f"{server} cannot join Rally's broadcasts; use rollout.checkpoint_engine.backend=files with it")
 
 
 def without_deltas(source: Source, server: str) -> str | IpcExport:
     """The source, for a server that loads only whole models."""
+    if isinstance(source, WeightBroadcast):
+        raise no_broadcast(server)
     if not isinstance(source, WeightChain):
         return source
     if source.deltas or source.folder is None:
@@ -89,6 +90,7 @@ class GenerationRequest:
     before: int
     after: int | None  # None: unknown
     route_experts: int | None = None  # the experts of a token, if the choices of the routers are asked for
+    images: tuple[ImageSpan, ...] = ()
     salt: str
     """The key of cached prefixes. It changes with each load of weights, since another run may use the same versions."""
 
@@ -122,6 +124,8 @@ class Launch:
     in_flight: InFlight = "keep"
     sleeps: bool = False  # it can release its GPU memory
     by_handles: bool = False  # weights may be sent as CUDA IPC handles
+    by_broadcast: bool = False  # weights may be broadcast in a group
+    images: str = ""  # the model whose image processor it uses, if it is sent images
     routes: bool = False  # it returns the expert choices of routers
     extra: Mapping[str, Any]
 
@@ -135,6 +139,16 @@ class ServerApi(Protocol):
     @property
     def stops_at_strings(self) -> bool:
         """Whether the server itself stops at `SamplingParams.stop`."""
+        ...
+
+    @property
+    def applies_grammars(self) -> bool:
+        """Whether it samples under `SamplingParams.grammar` and returns which tokens were allowed."""
+        ...
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether prompts may have images."""
         ...
 
     def generate(self, request: GenerationRequest) -> HttpCall:
@@ -151,6 +165,10 @@ class ServerApi(Protocol):
 
     def load(self, source: Source, version: int, in_flight: InFlight) -> tuple[HttpCall, ...]:
         """The calls, in order, that pause the server and load the weights of `source`."""
+        ...
+
+    def join(self, invitation: Mapping[str, Any]) -> HttpCall:
+        """The call by which the server joins a group in which weights are broadcast."""
         ...
 
     def sleep(self) -> tuple[HttpCall, ...]:
@@ -210,6 +228,7 @@ def checked_generation(
     first_token_seconds: Any = None,
     sampling_logprobs: Any = None,
     routes: Routes | None = None,
+    constrained: ConstrainedSpan | None = None,
     salted: bool = False,
 ) -> Generation:
     """The generation; ReplicaGone if the fields of the response are missing or inconsistent. `salted`: the server finds
@@ -237,6 +256,7 @@ def checked_generation(
         queued_seconds=_seconds(queued_seconds),
         first_token_seconds=_seconds(first_token_seconds),
         routes=routes if sampled else None,
+        constrained=constrained,
     )
 
 
@@ -273,8 +293,8 @@ def _routes(numbers: np.ndarray[Any, Any], layers: int, experts: int) -> Routes:
 def _check_routes(routes: Routes | None, tokens: int, experts: int) -> None:
     if routes is None:
         raise ReplicaGone(
-            "the server returned no expert choices; start it with --enable-return-routed-experts, or set "
-            "actor.router_replay.mode=R2"
+            "the server returned no expert choices; start it with --enable-return-routed-experts (vLLM, SGLang) or "
+            "--return-routes (rally serve engine), or set actor.router_replay.mode=R2"
         )
     if len(routes) != tokens or routes.experts != experts:
         raise ReplicaGone(
@@ -296,9 +316,12 @@ def _logprobs(values: Any, count: int) -> tuple[float, ...]:
         raise ReplicaGone("the server returned no log-probabilities of the sampled tokens")
     if len(values) != count:
         raise ReplicaGone(f"the server returned {len(values)} log-probabilities for {count} sampled tokens")
-    if not set(map(type, values)) <= {int, float} or not all(map(math.isfinite, values)):
+    if not set(map(type, values)) <= {int, float} or not all(-math.inf < value < math.inf for value in values):
         raise ReplicaGone("the server returned a log-probability that is not a finite number")
-    return tuple(map(float, values))
+    try:
+        return tuple(map(float, values))
+    except OverflowError:
+        raise ReplicaGone("the server returned a log-probability that is too large a number") from None
 
 
 def _seconds(value: Any) -> float:
@@ -328,7 +351,7 @@ def _reported_spans(reported: Any, count: int) -> tuple[WeightSpan, ...]:
         label, start, stop = get_field(one, "version"), get_field(one, "start"), get_field(one, "end")
         if not str(label).isdecimal():
             raise ReplicaGone(f"the server reports the weight version {label!r}, which is not one of this run")
-        if start != end or stop <= start:
+        if type(start) is not int or type(stop) is not int or start != end or stop <= start:
             raise ReplicaGone("the server's weight versions do not cover the sampled tokens")
         spans.append(WeightSpan(int(label), start, stop))
         end = stop

@@ -7,6 +7,7 @@ an effect only with --enable-deterministic-inference. The server also stops at t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from rally.engines.base import EngineError
@@ -23,6 +24,7 @@ from rally.engines.remote.server_api import (
     flags,
     get_field,
     int32_routes,
+    no_broadcast,
     without_deltas,
 )
 from rally.types import Generation
@@ -35,6 +37,8 @@ class Sglang:
 
     name = "sglang"
     stops_at_strings = False  # it has no tokenizer
+    applies_grammars = False  # it does not return which tokens were allowed
+    takes_images = False  # its processor may compute other patches
 
     def generate(self, request: GenerationRequest) -> HttpCall:
         params = request.params
@@ -90,6 +94,9 @@ class Sglang:
     def load(self, source: Source, version: int, in_flight: InFlight) -> tuple[HttpCall, ...]:
         options = {"abort_all_requests": in_flight == "abort", "flush_cache": in_flight != "keep"}
         return HttpCall("/pause_generation", {"mode": PAUSE[in_flight]}), _update(source, version, options)
+
+    def join(self, invitation: Mapping[str, Any]) -> HttpCall:
+        raise no_broadcast("SGLang")
 
     def sleep(self) -> tuple[HttpCall, ...]:
         return (

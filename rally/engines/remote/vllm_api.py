@@ -7,6 +7,8 @@ prompts changes with each load of weights, so KV of older weights is never reuse
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from typing import Any
 
 from rally.engines.remote.launched_server import probe_package
@@ -17,6 +19,7 @@ from rally.engines.remote.server_api import (
     InFlight,
     Launch,
     Source,
+    WeightBroadcast,
     as_list,
     checked_generation,
     flags,
@@ -29,6 +32,8 @@ from rally.types import Generation
 # Later versions need this flag to enable the route for token ids; earlier ones do not have it.
 SCALE_OUT = "print(any('enable_scale_out' in f.read_text() for f in (root / 'entrypoints').rglob('cli_args.py')))"
 
+WORKER = "rally_weight_group.WeightWorker"
+"""What a launched server adds to its workers, from the folder of its launcher."""
 FINAL_ONLY = 2  # otherwise it builds an output of all tokens so far at every token, and drops all but the last
 
 
@@ -37,6 +42,8 @@ class Vllm:
 
     name = "vllm"
     stops_at_strings = False  # it has no tokenizer
+    applies_grammars = False  # it does not return which tokens were allowed
+    takes_images = False  # its processor may compute other patches
 
     def generate(self, request: GenerationRequest) -> HttpCall:
         params = request.params
@@ -95,6 +102,9 @@ class Vllm:
             *reset,
         )
 
+    def join(self, invitation: Mapping[str, Any]) -> HttpCall:
+        return _rpc("rally_join_weights", invitation=json.dumps(dict(invitation)))
+
     def sleep(self) -> tuple[HttpCall, ...]:
         return (HttpCall("/sleep?level=2", {}),)  # level 2 discards the weights, which come from the trainer
 
@@ -135,6 +145,7 @@ class Vllm:
             "skip_tokenizer_init": True,
             "enable_sleep_mode": launch.sleeps or None,
             "weight_transfer_config": {"backend": "ipc"} if launch.by_handles else None,
+            "worker_extension_cls": WORKER if launch.by_broadcast else None,
             "enable_prompt_tokens_details": True,
             "enable_return_routed_experts": launch.routes or None,
             "enable_scale_out": (probe_package(launch.python, "vllm", SCALE_OUT) == "True") or None,
@@ -153,13 +164,18 @@ class Vllm:
         return {}
 
 
+def _rpc(method: str, **arguments: str) -> HttpCall:
+    """A call of a method of all workers."""
+    return HttpCall("/collective_rpc", {"method": method, "kwargs": arguments})
+
+
 def _reload(source: Source, version: int) -> tuple[HttpCall, ...]:
-    source = without_deltas(source, "vLLM")
     version_call = HttpCall("/update_weight_version", {"new_version": str(version)}, optional=True)
+    if isinstance(source, WeightBroadcast):
+        return _rpc("rally_receive_weights", broadcast=json.dumps(source._asdict())), version_call
+    source = without_deltas(source, "vLLM")
     if isinstance(source, str):
-        return HttpCall(
-            "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": source}}
-        ), version_call
+        return _rpc("reload_weights", weights_path=source), version_call
     return (
         HttpCall("/init_weight_transfer_engine", {"init_info": {}}),
         HttpCall("/start_weight_update", {}),

@@ -1,5 +1,5 @@
 """Transports for weight updates: files, or CUDA IPC handles for a server on the trainer's own GPU.
-`weight_deltas` has a third one.
+`weight_deltas` and `weight_broadcast` have further ones.
 
 If a server does not accept handles, files are used from then on, with a warning that says why. Handles are sent over
 the servers' own HTTP routes (written from the sources of vLLM 0.26.0 and 0.32.0 and SGLang 0.5.16). vLLM unpickles what
@@ -16,7 +16,7 @@ import os
 import pickle
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -52,6 +52,10 @@ class WeightTransport(Protocol):
 
     async def stage(self, version: int) -> None:
         """Make the trainer's current weights, version `version`, available to servers."""
+        ...
+
+    def expect(self, servers: Sequence[ServerReplica]) -> None:
+        """`send` is about to be called for these servers together."""
         ...
 
     async def send(self, server: ServerReplica, in_flight: InFlight) -> None:
@@ -98,6 +102,9 @@ class WeightFiles:
         for old in self._root.iterdir():
             if old not in (new, self._root / ALIVE):
                 shutil.rmtree(old)
+
+    def expect(self, servers: Sequence[ServerReplica]) -> None:
+        """Each server reads files by itself."""
 
     def _staged(self, version: int, old: Path | None, new: Path) -> None:
         """Called when a version was written to `new`, before `old`, of the version before, is removed."""
@@ -194,6 +201,9 @@ class CudaIpcWeights:
         self.version = version
         if not self._works:
             await self._files.stage(version)
+
+    def expect(self, servers: Sequence[ServerReplica]) -> None:
+        """There is one server."""
 
     async def send(self, server: ServerReplica, in_flight: InFlight) -> None:
         assert self.version is not None, "no weights were staged yet"

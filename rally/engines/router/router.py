@@ -19,11 +19,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
-from rally.engines.base import NO_GRAMMAR, NO_IMAGES, EngineError, Replica, ReplicaBusy, ReplicaGone, SampleVoid
+from rally.engines.base import EngineError, Replica, ReplicaBusy, ReplicaGone, SampleVoid
 from rally.engines.prometheus import Metric, exposition, labelled
 from rally.engines.router.routing_policy import RoutingPolicy
 from rally.engines.router.server_state import Duty, RouterSettings, Ticket
+from rally.models.token_masks import GrammarError
 from rally.types import Generation, ImageSpan, SamplingParams
 
 SEED_BITS = 31  # accepted by every kind of server
@@ -133,10 +135,6 @@ class Router:
     ) -> Generation:
         if self._closed:
             raise EngineError("the router is closed; build a new one")
-        if images:
-            raise EngineError(NO_IMAGES)
-        if params.grammar:
-            raise EngineError(NO_GRAMMAR)
         if params.seed is None:
             params = replace(params, seed=self._random.getrandbits(SEED_BITS))
         self._start_health_checks()
@@ -146,7 +144,7 @@ class Router:
             while True:
                 await self._turn(ticket)
                 waited = self._clock() - start
-                generation = await self._try(ticket, prompt_ids, params)
+                generation = await self._try(ticket, prompt_ids, params, images)
                 if generation is not None:
                     return _after(waited, generation)
         finally:
@@ -220,11 +218,13 @@ class Router:
         self._dispatch()
         await turn
 
-    async def _try(self, ticket: Ticket, prompt_ids: Sequence[int], params: SamplingParams) -> Generation | None:
+    async def _try(
+        self, ticket: Ticket, prompt_ids: Sequence[int], params: SamplingParams, images: Sequence[ImageSpan]
+    ) -> Generation | None:
         """The generation, or None if the request is queued again; raises if its tries are used up."""
         assert ticket.server is not None
         try:
-            generation = await self._send(ticket, self._replicas[ticket.server], prompt_ids, params)
+            generation = await self._send(ticket, self._replicas[ticket.server], prompt_ids, params, images)
         except ReplicaBusy as busy:
             self._policy.refused(ticket, busy.retry_after, self._clock())
             return None
@@ -240,7 +240,7 @@ class Router:
                     f"{ticket.failures} tries of one request failed, the last on {self._last_failure}"
                 ) from gone
             return None
-        except EngineError:
+        except (EngineError, GrammarError):
             self._policy.done(ticket, self._clock())  # an invalid request, rightly rejected
             raise
         self._policy.done(ticket, self._clock())
@@ -248,12 +248,18 @@ class Router:
         return generation
 
     async def _send(
-        self, ticket: Ticket, replica: Replica, prompt_ids: Sequence[int], params: SamplingParams
+        self,
+        ticket: Ticket,
+        replica: Replica,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        images: Sequence[ImageSpan],
     ) -> Generation:
+        more: dict[str, Any] = {"images": images} if images else {}  # a text-only replica need not take it
         try:
             async with asyncio.timeout(None) as limit:
                 self._timeouts[ticket] = limit
-                return await replica.generate(prompt_ids, params)
+                return await replica.generate(prompt_ids, params, **more)
         except TimeoutError as late:
             raise ReplicaGone("it no longer answers health checks") from late
         finally:
@@ -319,9 +325,9 @@ class Router:
         except TimeoutError:
             ok = False
         if self._policy.heard(replica.name, ok, self._clock()):
-            self._abandon(replica.name)
+            self.abandon(replica.name)
 
-    def _abandon(self, name: str) -> None:
+    def abandon(self, name: str) -> None:
         """Time out the requests of a server that hangs, so that they are sent to another."""
         now = asyncio.get_running_loop().time()
         for ticket, limit in self._timeouts.items():

@@ -127,19 +127,19 @@ class GymnasiumText(Environment):
     ) -> None:
         self.name, self.kwargs, self.map_size, self.invalid_reward = name, dict(kwargs), map_size, invalid_reward
         self.rules, self.actions, self.text = game
-        self.env: Any = None
-
-    def reset(self, row: Mapping[str, Any], seed: int) -> tuple[str, Sequence[Mapping[str, Any]]]:
-        drawn: dict[str, Any] = (
-            {} if self.map_size is None else {"desc": generate_random_map(size=self.map_size, seed=seed)}
-        )
-        self.env = gymnasium.make(self.name, **self.kwargs, **drawn)
+        self.env: Any = gymnasium.make(name, **self.kwargs)  # here, so that wrong arguments end the run at its start
         space = self.env.action_space
         if not isinstance(space, gymnasium.spaces.Discrete):
-            raise EnvError(f"gymnasium/{self.name} has the action space {space}; only Discrete ones are supported")
+            raise EnvError(f"gymnasium/{name} has the action space {space}; only Discrete ones are supported")
         self.actions = self.actions or tuple(str(i) for i in range(int(space.n)))
         if len(self.actions) != space.n:
-            raise EnvError(f"gymnasium/{self.name} has {space.n} actions, not {len(self.actions)}; correct actions")
+            raise EnvError(f"gymnasium/{name} has {space.n} actions, not {len(self.actions)}; correct env.args.actions")
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> tuple[str, Sequence[Mapping[str, Any]]]:
+        if self.map_size is not None:
+            self.close()
+            drawn = generate_random_map(size=self.map_size, seed=seed)
+            self.env = gymnasium.make(self.name, **self.kwargs, desc=drawn)
         observation, info = self.env.reset(seed=seed)
         prompt = "\n".join(part for part in (self.rules, self._choices(), self._shown(observation, info)) if part)
         return prompt, ()
@@ -154,8 +154,7 @@ class GymnasiumText(Environment):
         return self._shown(observation, info), float(reward), bool(ended or cut), told
 
     def close(self) -> None:
-        if self.env is not None:
-            self.env.close()
+        self.env.close()
 
     def _shown(self, observation: Any, info: Mapping[str, Any]) -> str:
         return self.text(self.env, observation, info)

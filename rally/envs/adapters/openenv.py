@@ -16,6 +16,7 @@ from openenv.core import GenericEnvClient
 
 from rally.envs.base import EnvError, Environment, EnvTurn
 
+REFUSED = "VALIDATION_ERROR"  # the server's code for an action that does not fit its schema
 HIDDEN = ("reward", "done", "metadata")  # fields of every observation that are not for the policy
 
 
@@ -57,11 +58,16 @@ class OpenEnvSession(Environment):
         if self.action is None:
             try:
                 action = json.loads(turn.reply)
-            except ValueError:
+            except (ValueError, RecursionError):  # text of the policy, which may be nested without end
                 action = None
             if not isinstance(action, dict):
                 return "Reply with one JSON object.", None, False, {"valid": False}
-        result = await self.client.step(action)
+        try:
+            result = await self.client.step(action)
+        except RuntimeError as error:
+            if REFUSED not in str(error):
+                raise
+            return f"The action does not fit the environment. ({error})", None, False, {"valid": False}
         reward = None if result.reward is None else float(result.reward)
         if result.done and reward is None:
             reward = 0.0

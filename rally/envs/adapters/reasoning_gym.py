@@ -9,12 +9,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Literal, get_args
 
 import reasoning_gym
 from reasoning_gym.factory import CURRICULA, DATASETS, create_curriculum
 
+from rally.envs.adapters.answer_guard import (
+    FORMULAS,
+    INTEGRALS,
+    MOST_SECONDS,
+    check_answer,
+    guard,
+    parse_fraction,
+    within_cpu_limit,
+)
 from rally.envs.adapters.global_random import GlobalRandom
 from rally.envs.base import EnvError, Environment, EnvTurn
 
@@ -33,8 +42,9 @@ FLOOR_SCORES = (
 """Data sets whose own scorer gives a wrong answer 0.01 to 0.05. `scoring=strict` gives it 0."""
 NO_STORED_ANSWER = ("boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour")
 """Data sets that store no answer. Their scorers check an answer by the rules of the task."""
-WRONG_SCORES = ("game_of_life_halting",)
+WRONG_SCORES = ("coin_flip", "game_of_life_halting")
 """Data sets whose own scorer gives some wrong answers 1. Only `scoring=strict` is accepted for them."""
+COIN_TOLERANCE = 1e-4  # of the scorer of coin_flip, which gives 1 also to every beginning of the right number
 GLOBAL_RANDOM = ("list_functions",)
 """Data sets that take numbers from the process-global random state."""
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
@@ -68,6 +78,10 @@ def make(
     settings = {**_of_level(name, level), **config}
     if clash := sorted(settings.keys() & {"seed", "size"}):
         raise EnvError(f"env.args.{clash[0]} is set by the row; leave it out")
+    checked = DATASETS[name][1](**settings)  # wrong arguments are found before anything is played
+    if hasattr(checked, "validate"):  # two data sets have none
+        checked.validate()
+    guard(name)
     return ReasoningGym(name, settings, answer, scoring, INSTRUCTIONS[answer] if instruction is None else instruction)
 
 
@@ -117,15 +131,23 @@ class ReasoningGym(Environment):
         score, problem = 0.0, "" if answer is not None else "no answer"
         if answer is not None:
             try:
-                score = float(self.dataset.score_answer(answer, self.entry))
+                check_answer(self.name, answer)
+                scored = partial(self.dataset.score_answer, answer, self.entry)
+                score = float(within_cpu_limit(scored, MOST_SECONDS) if self.name in FORMULAS else scored())
             except Exception as error:  # noqa: BLE001 - what a scorer cannot read is a wrong answer
                 problem = f"{type(error).__name__}: {error}"
         reward = float(score >= 1.0 and not self._loosely_right(answer)) if self.scoring == "strict" else score
         return "", reward, True, {"answer": answer, "package_score": score, **({"problem": problem} if problem else {})}
 
     def _loosely_right(self, answer: str | None) -> bool:
-        """Whether the package accepts an answer that is not the stored one, although there is only one."""
+        """Whether the package accepts an answer that is not the stored one, although there is only one, or that
+        solves nothing."""
+        if self.name in INTEGRALS:  # the integrand as its own integral
+            return "Integral" in (answer or "")
         stored = str(self.entry["answer"]).strip().lower()
+        if self.name == "coin_flip":
+            written = parse_fraction((answer or "0").replace(",", ""))
+            return abs(float(written) - float(parse_fraction(stored))) > COIN_TOLERANCE
         return self.name in WRONG_SCORES and (answer or "").strip().lower() != stored
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -38,18 +39,20 @@ def make(
     num_players: int | None = None,
     val_opponent: str = "random",
     forfeit: Forfeit = "exclude",
+    legal_reward: float = 0.0,
     **kwargs: Any,
 ) -> Environment:
     """The environment of a game. `opponent` plays the other seats: `random` chooses among the moves that the game
     lists, a function `module.function(observation, rng) -> str` does, or the policy itself (`self`). `forfeit` says
-    whether a win by another seat's invalid move counts. `kwargs` are those of textarena.make."""
+    whether a win by another seat's invalid move counts. `legal_reward` is added for every legal move: a policy that
+    loses nearly all games by invalid moves has nothing else to learn from. `kwargs` are those of textarena.make."""
     if f"{name}-raw" not in ENV_REGISTRY:
         raise EnvError(f"there is no game textarena/{name}; `rally env list textarena` lists them")
     if forfeit not in get_args(Forfeit):
         raise EnvError(f"forfeit must be one of {', '.join(get_args(Forfeit))}, not {forfeit!r}; correct env.args")
     chosen = val_opponent if opponent == SELF else opponent
     plays = random_move if chosen == "random" else _function(chosen)
-    return TextArenaGame(name, kwargs, plays, seat, num_players, opponent == SELF, forfeit)
+    return TextArenaGame(name, kwargs, plays, seat, num_players, opponent == SELF, forfeit, legal_reward)
 
 
 def random_move(observation: str, rng: random.Random) -> str:
@@ -84,11 +87,13 @@ class TextArenaGame(Environment):
         num_players: int | None,
         self_play: bool,
         forfeit: Forfeit,
+        legal_reward: float,
     ) -> None:
         self.name, self.kwargs, self.opponent = name, dict(kwargs), opponent
         self.chosen_seat, self.players = seat, num_players
-        self.self_play, self.forfeit = self_play, forfeit
+        self.self_play, self.forfeit, self.legal_reward = self_play, forfeit, legal_reward
         self.history: dict[int, str] = {}
+        self.legal: Counter[int] = Counter()  # by seat, moves that were not refused
 
     def reset(self, row: Mapping[str, Any], seed: int) -> tuple[str, Sequence[Mapping[str, Any]]]:
         self.rng = random.Random(seed)
@@ -119,7 +124,7 @@ class TextArenaGame(Environment):
 
     def play(self, turn: EnvTurn) -> SeatTurn | MatchEnd:
         with self.globals.active():
-            self.done, _ = self.game.step(_move(turn))
+            self._step(self.seat, _move(turn))
             if not self.done:
                 return self._next()
             rewards, infos = self.game.close()
@@ -133,16 +138,18 @@ class TextArenaGame(Environment):
 
     def _next(self) -> SeatTurn:
         player, observed = self.game.get_observation()
+        self.seat = player
         return SeatTurn(seat=player, observation=_told(observed, player))
 
     def _end(self, rewards: Mapping[int, float], infos: Any, seat: int) -> tuple[str, float, dict[str, Any]]:
         """The reason, reward and info of the end of a game for a seat."""
         others = [other for other in rewards if other != seat]
         forfeit = any(_invalid(infos, other) for other in others) and not _invalid(infos, seat)
-        info = {"rewards": {str(k): v for k, v in rewards.items()}, "invalid_move": _invalid(infos, seat)}
-        reason = str((infos or {}).get(seat, {}).get("reason", ""))
-        excluded = forfeit and self.forfeit == "exclude"
-        return reason, 0.0 if excluded else float(rewards[seat]), {**info, "forfeit": forfeit}
+        own, lost = (infos or {}).get(seat, {}), _invalid(infos, seat)
+        legal = max(0, self.legal[seat] - lost)  # the move that loses was counted
+        info = {"rewards": {str(k): v for k, v in rewards.items()}, "invalid_move": lost, "legal_moves": legal}
+        reward = 0.0 if forfeit and self.forfeit == "exclude" else float(rewards[seat])
+        return str(own.get("reason", "")), reward + self.legal_reward * legal, {**info, "forfeit": forfeit}
 
     def _start(self, seed: int) -> None:
         """Start a game with the number of players, or with the smallest number that it takes."""
@@ -155,18 +162,24 @@ class TextArenaGame(Environment):
             else:
                 self.players = players
                 return
-        problem = f"{type(refused).__name__}: {refused}"
-        raise EnvError(f"textarena/{self.name} cannot be started ({problem}); set env.args.num_players")
+        advice = "correct env.args" if "unexpected keyword argument" in str(refused) else "set env.args.num_players"
+        raise EnvError(f"textarena/{self.name} cannot be started ({type(refused).__name__}: {refused}); {advice}")
 
     def step(self, turn: EnvTurn) -> tuple[str, float | None, bool, dict[str, Any]]:
         with self.globals.active():
-            self.done, _ = self.game.step(_move(turn))
+            self._step(self.seat, _move(turn))
             observation = "" if self.done else self._until_own_turn()
             if not self.done:
                 return observation, None, False, {}
             rewards, infos = self.game.close()
         reason, reward, info = self._end(rewards, infos, self.seat)
         return reason, reward, True, info
+
+    def _step(self, seat: int, move: str) -> None:
+        self.done, _ = self.game.step(move)
+        state = getattr(self.game, "state", None)
+        refused = not self.done and getattr(state, "error_count", 0) > 0  # a legal move sets it to 0
+        self.legal[seat] += not refused
 
     def _until_own_turn(self) -> str:
         """Let the opponents play. Returns what the policy has not seen yet."""

@@ -23,6 +23,8 @@ class Kernels(NamedTuple):
     invariant_linear: Callable[..., Tensor]
     scan_step: Callable[..., None]
     grouped_linear: Callable[..., None]
+    quantize_rows: Callable[..., None]
+    fp8_linear: Callable[..., Tensor]
 
 
 def has_triton() -> bool:
@@ -33,6 +35,7 @@ def kernels_for(device: torch.device) -> Kernels:
     if device.type == "cuda":
         from rally.models.kernels.activation import gated
         from rally.models.kernels.batch_invariant_matmul import linear
+        from rally.models.kernels.fp8_linear import fp8_linear, quantize_rows
         from rally.models.kernels.grouped_linear import grouped_linear
         from rally.models.kernels.paged_decode import paged_decode
         from rally.models.kernels.paged_extend import paged_extend
@@ -52,6 +55,8 @@ def kernels_for(device: torch.device) -> Kernels:
             linear,
             scan_step,
             grouped_linear,
+            quantize_rows,
+            fp8_linear,
         )
     from rally.models.kernels import reference
 
@@ -66,4 +71,6 @@ def kernels_for(device: torch.device) -> Kernels:
         reference.linear,
         reference.scan_step,
         reference.grouped_linear,
+        reference.quantize_rows,
+        reference.fp8_linear,
     )

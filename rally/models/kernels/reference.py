@@ -1,4 +1,4 @@
-"""The kernels in plain torch: norms, rotary embedding, activation, sampling, linear layers and paged attention.
+"""The kernels in plain torch: norms, rotary embedding, activation, sampling, linear layers, FP8 and paged attention.
 
 They are the specification that the Triton kernels are tested against, with the same names and signatures, on any
 device. Attention computes one request after the other in fp32, and reads nothing that a kernel may not read: no page
@@ -15,6 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rally.models.kernels.attention_tiles import BLOCK_M, extend_tokens
+
+FP8_MAX = 448.0  # the largest number of float8_e4m3fn
+FP8_SMALLEST = 1e-12  # the least that a row is scaled by, so that a row of zeros stays one
 
 
 def rms_norm(x_TC: Tensor, weight_C: Tensor, eps: float, *, offset: bool = False) -> Tensor:
@@ -86,6 +89,27 @@ def linear(
 ) -> Tensor:
     bias = None if bias_F is None else bias_F.float()
     return F.linear(x_TC.float(), weight_FC.float(), bias).to(out_dtype or x_TC.dtype)
+
+
+def quantize_rows(x_RC: Tensor, out_RC: Tensor, scale_R: Tensor) -> None:
+    """Each row as 8-bit floats and the float32 scale that they must be multiplied by. What is not finite becomes
+    NaN."""
+    most_R = x_RC.abs().amax(-1).float().clamp(min=FP8_SMALLEST)
+    scale_R.copy_(most_R / FP8_MAX)
+    out_RC.copy_(x_RC.float() * (FP8_MAX / most_R)[:, None])
+
+
+def fp8_linear(
+    x_TC: Tensor,
+    x_scale_T: Tensor,
+    weight_FC: Tensor,
+    weight_scale_F: Tensor,
+    bias_F: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """The product of two matrices from `quantize_rows`, summed in float32, plus the bias."""
+    y_TF = F.linear(x_TC.float(), weight_FC.float()) * x_scale_T[:, None] * weight_scale_F
+    return (y_TF if bias_F is None else y_TF + bias_F.float()).to(out_dtype)
 
 
 def scan_step(

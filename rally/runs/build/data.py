@@ -66,7 +66,7 @@ def env_tasks_of(
 ) -> TaskSet | None:
     """The rows of the environments; None if there are none of that kind. `complete` may add prompts."""
     env = config.env
-    if not env.entries or (validate and not env.val_size):
+    if not env.entries or (validate and not any(env.val_sizes.values())):
         return None
     plan = SeedPlan(
         weights={entry.label or entry.name: entry.weight for entry in env.entries},
@@ -74,6 +74,7 @@ def env_tasks_of(
         train_seed=env.train_seed,
         val_size=env.val_size,
         val_seed=env.val_seed,
+        val_sizes=env.val_sizes,
     )
     return env_tasks(environments, plan, validate=validate, complete=complete)
 

@@ -6,6 +6,7 @@ For servers this includes GPU placement, launch options, the transport of weight
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,10 +21,12 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from rally.config import Config
+from rally.config.rollout import BROADCAST
 from rally.engines import EmbeddedEngine
 from rally.engines.base import EngineError, TrainingEngine
 from rally.engines.embedded.engine import MirroredEngine
 from rally.engines.remote import (
+    BroadcastWeights,
     ClientSettings,
     CudaIpcWeights,
     DeltaFiles,
@@ -37,6 +40,7 @@ from rally.engines.remote import (
     ServerApi,
     ServerReplica,
     Sglang,
+    StagedWeights,
     Vllm,
     WeightFiles,
     WeightTransport,
@@ -45,6 +49,7 @@ from rally.engines.remote import (
     remove_stale_folders,
     tolerance_of,
 )
+from rally.engines.remote.weight_broadcast import LOOPBACKS
 from rally.engines.router.server_state import RouterSettings
 from rally.models import attention
 from rally.models.lora import has_adapters, merged_weights, plain_twin
@@ -52,8 +57,9 @@ from rally.models.residence import device_of, on_device
 from rally.models.routing import routers_of
 from rally.models.sharding import model_state, ranks_of
 from rally.models.token_masks import Grammars
+from rally.models.vision import patches_of
 from rally.nodes import LOCAL, THIS_MACHINE, Node, RunNodes
-from rally.platforms import CUDA, Platform, has_kernels, named_platform, on_accelerator, platform_of
+from rally.platforms import CUDA, Platform, has_kernels, named_platform, on_accelerator, platform_of, shared_backend
 from rally.runs.build.rollout import engine_settings_of, lends_memory, sampling_of
 from rally.runs.build.run_inputs import RunInputs
 from rally.train.checkpoint.server_weight_files import WeightWriter
@@ -62,6 +68,7 @@ from rally.train.rank_messages import ComputeLogits, GatherWeights
 from rally.types import SamplingParams
 from rally.util.background_threads import available_cores
 from rally.util.private_files import private_folder
+from rally.util.rendezvous import LOOPBACK, interface_of
 
 MAX_FRONTENDS, CORES_PER_FRONTEND = 4, 4
 Decode = Callable[[Sequence[int]], str]
@@ -102,6 +109,7 @@ def remote_engine_of(
             in_flight=rollout.in_flight,
             max_restarts=rollout.server.max_attempts,
             restart_delay=rollout.server.retry_delay,
+            join_seconds=rollout.server.join_timeout,
             sleeps=rollout.mode != "server" and sleeps(config, model, nodes),
             router=router_settings_of(config),
         ),
@@ -109,8 +117,11 @@ def remote_engine_of(
     )
 
 
-def joining_of(config: Config, model: PreTrainedModel, decode: Decode | None = None) -> JoinFolder:
-    """Where servers of the run's kind announce themselves to it. Beside the engines of ranks it is Rally's own."""
+def joining_of(config: Config, model: PreTrainedModel, decode: Decode | None = None) -> JoinFolder | None:
+    """Where servers of the run's kind announce themselves to it. Beside the engines of ranks it is Rally's own. None
+    where images are shown: a server that joins may have another image processor."""
+    if patches_of(model) is not None:
+        return None
     api = SERVER_APIS.get(config.rollout.server_kind, Rally)()
     settings = client_settings_of(config, model, decode)
     return JoinFolder(join_folder(config.run_dir), lambda one: ServerReplica(one.url, api, settings, one.token))
@@ -140,6 +151,8 @@ def transport_of(config: Config, model: PreTrainedModel, nodes: RunNodes = THIS_
     remove_stale_folders(folder)
     weights = functools.partial(full_weights, model)
     first = functools.partial(write_full_model, model, _bucket(config), _untied(config, model))
+    if config.rollout.checkpoint_engine.backend == BROADCAST:
+        return _broadcast_of(config, model, nodes, first, folder)
     writer = WeightWriter(first, weights)
     if config.rollout.checkpoint_engine.backend in ("delta", "delta_sharded"):
         local = choose_weights_folder(_size(model), config.run_dir / "weights")
@@ -147,6 +160,44 @@ def transport_of(config: Config, model: PreTrainedModel, nodes: RunNodes = THIS_
         return DeltaFiles(writer, local, folder, full_every=config.rollout.checkpoint_engine.full_every)
     files = WeightFiles(writer, folder)
     return CudaIpcWeights(weights, files) if ipc else files
+
+
+def _broadcast_of(
+    config: Config, model: PreTrainedModel, nodes: RunNodes, first: Callable[[Path], None], folder: Path
+) -> BroadcastWeights:
+    if config.rollout.mode != "server" and shares_gpu(config, model, nodes):
+        raise EngineError(
+            "rollout.checkpoint_engine.backend=nccl needs servers on GPUs of their own, and these would share the "
+            "trainer's; leave it out, or use trainer.v1.trainer_mode=separate_async"
+        )
+    if ranks_of(model).world_size > 1 and nodes.all == [LOCAL]:
+        _check_interface(config, platform_of(device_of(model)))
+    staged = StagedWeights(device_of(model), untied=_untied(config, model))
+    writer = WeightWriter(first, staged.weights)
+    rallys_own = config.rollout.server_kind == "rally"
+    return BroadcastWeights(
+        functools.partial(full_weights, model),
+        staged,
+        WeightFiles(writer, folder),
+        writes_later=lambda: writer.knows_layout,
+        names_of_files=not rallys_own,
+        workers=1 if rallys_own else config.rollout.tensor_model_parallel_size,
+    )
+
+
+def _check_interface(config: Config, platform: Platform | None) -> None:
+    """EngineError if this process cannot reach its servers by the backend of GPUs, which uses the same interfaces for
+    all groups of a process: ranks of one machine have let it use loopback only."""
+    if platform is None:
+        return
+    away = [url for url in config.rollout.server_urls if urlsplit(url).hostname not in LOOPBACKS]
+    if away and os.environ.get(platform.socket_interface) == interface_of(LOOPBACK):
+        raise EngineError(
+            f"rollout.checkpoint_engine.backend=nccl cannot reach the server {urlsplit(away[0]).hostname}: the "
+            f"{config.trainer.world_size} ranks of this machine use its loopback interface only; set the variable "
+            f"{platform.socket_interface} to the network interface from which the servers are reached, or leave the "
+            "key out"
+        )
 
 
 def uses_cuda_ipc(config: Config, model: PreTrainedModel, nodes: RunNodes = THIS_MACHINE) -> bool:
@@ -166,9 +217,7 @@ def weights_folder_of(config: Config, model: PreTrainedModel, nodes: RunNodes = 
     if (named := config.rollout.checkpoint_engine.folder) is not None:
         return private_folder(Path(named))
     on_disk = config.run_dir.absolute() / "weights"
-    if nodes.all != [LOCAL] or any(
-        urlsplit(url).hostname not in ("127.0.0.1", "::1", "localhost") for url in config.rollout.server_urls
-    ):
+    if nodes.all != [LOCAL] or any(urlsplit(url).hostname not in LOOPBACKS for url in config.rollout.server_urls):
         on_disk.mkdir(parents=True, exist_ok=True)
         return on_disk
     return choose_weights_folder(_size(model), on_disk)
@@ -229,9 +278,11 @@ def places_of(config: Config, model: PreTrainedModel) -> list[Place]:
 
 
 def own_gpus(model: PreTrainedModel) -> range:
-    """The GPUs of the trainer: each rank is on the GPU of its number."""
-    first = device_of(model).index or 0
-    return range(first, first + ranks_of(model).world_size) if on_accelerator(device_of(model)) else range(0)
+    """The GPUs of the trainer: each rank is on the GPU of its number, or several share one."""
+    if (platform := platform_of(device_of(model))) is None:
+        return range(0)
+    first, ranks = device_of(model).index or 0, ranks_of(model).world_size
+    return range(first, first + (ranks if shared_backend() is None else min(ranks, platform.device_count())))
 
 
 def shares_gpu(config: Config, model: PreTrainedModel, nodes: RunNodes = THIS_MACHINE) -> bool:
@@ -243,11 +294,11 @@ def shares_gpu(config: Config, model: PreTrainedModel, nodes: RunNodes = THIS_MA
 
 
 def shares_one_gpu(config: Config, model: PreTrainedModel, nodes: RunNodes = THIS_MACHINE) -> bool:
-    """Whether there is one server, on the trainer's only GPU, of this machine."""
+    """Whether there is one server, on the only GPU of a trainer of one rank, of this machine."""
     if nodes.all != [LOCAL]:
         return False
     mine = own_gpus(model)
-    return len(mine) == 1 and places_of(config, model) == [tuple(mine)]
+    return len(mine) == ranks_of(model).world_size == 1 and places_of(config, model) == [tuple(mine)]
 
 
 def sleeps(config: Config, model: PreTrainedModel, nodes: RunNodes = THIS_MACHINE) -> bool:
@@ -302,6 +353,8 @@ def launch_of(config: Config, model: PreTrainedModel, nodes: RunNodes = THIS_MAC
         in_flight=rollout.in_flight,
         sleeps=sleeps(config, model, nodes),
         by_handles=uses_cuda_ipc(config, model, nodes),
+        by_broadcast=rollout.checkpoint_engine.backend == BROADCAST,
+        images="" if patches_of(model) is None else str(config.model.path),
         routes=rollout.enable_rollout_routing_replay,
         extra=rollout.engine_kwargs.vllm or rollout.engine_kwargs.sglang or _own_extra(config),
     )
@@ -314,8 +367,14 @@ def frontends(cores: int, servers: int) -> int:
 
 def _own_extra(config: Config) -> dict[str, Any]:
     """Further options of Rally's own server."""
-    tokenizer = config.model.tokenizer_path or config.model.path
-    return {"tokenizer": str(tokenizer)} if config.rollout.server_kind == "rally" else {}
+    if config.rollout.server_kind != "rally":
+        return {}
+    options, drafts = dict(config.data.mm_processor_kwargs), config.rollout.speculative_config
+    return {
+        "tokenizer": str(config.model.tokenizer_path or config.model.path),
+        "speculative_config": None if drafts.method is None else drafts.model_dump(),
+        "mm_processor_kwargs": options or None,
+    }
 
 
 def client_settings_of(config: Config, model: PreTrainedModel, decode: Decode | None = None) -> ClientSettings:
@@ -401,7 +460,7 @@ def _bucket(config: Config) -> str:
 def engine_of(config: Config, inputs: RunInputs, policy: Policy, nodes: RunNodes = THIS_MACHINE) -> TrainingEngine:
     if config.rollout.name != "embedded":
         return remote_engine_of(config, policy.model, sampling_of(config, inputs.codec), inputs.codec.decode, nodes)
-    settings = engine_settings_of(config)
+    settings = engine_settings_of(config, inputs)
     grammars = Grammars(inputs.tokenizer, policy.model.config.get_text_config().vocab_size, inputs.codec.stop_ids)
     if samples_during_update(config, policy.model):
         attention.install(policy.model)  # the engine installs it in its copy

@@ -12,6 +12,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rally.config import Config, SftConfig
+from rally.config.checks.multi_gpu import sends_images
 from rally.config.model import LoraKeys, ModelConfig
 from rally.config.sft import SftModel
 from rally.config.trainer import RunConfig
@@ -47,26 +48,23 @@ def model_of(
 
 
 def patches_of(config: Config) -> Patches | None:
-    """The image processor of the policy; None for a text-only model, and where a vision model is used for text: servers
-    are sent only tokens."""
+    """The image processor of the policy; None for a text-only model, and where a vision model is used for text: vLLM,
+    SGLang and servers that already run are sent only tokens."""
     model, options = config.model, config.data.mm_processor_kwargs
-    if config.rollout.name != "embedded":
+    if not sends_images(config):
         if options:
-            raise VisionError("data.mm_processor_kwargs is set, but servers are not sent images; leave it out")
+            raise VisionError("data.mm_processor_kwargs is set, but these servers are not sent images; leave it out")
         return None
-    return patches_at(model, str(model.path), config.trainer, options)
+    return patches_at(model, str(model.path), options)
 
 
 def patches_at(
     model: ModelConfig | SftModel,
     path: str,
-    trainer: RunConfig,
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> Patches | None:
-    """The image processor of the model at `path`; None on several GPUs, where a vision model is used for text."""
+    """The image processor of the model at `path`; None for a text-only model."""
     if path.endswith(".gguf"):  # slow to read, and transformers supports no vision model in this format
-        return None
-    if trainer.world_size > 1:
         return None
     stored = load_model_config(path, trust_remote_code=model.trust_remote_code)
     return patches_for(stored, path, options, model.trust_remote_code, model.tokenizer_path)

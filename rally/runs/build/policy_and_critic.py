@@ -18,9 +18,13 @@ from rally.models.rope import decide_rope
 from rally.models.sharding import ALONE, Ranks, ranks_of
 from rally.models.vision import image_parts_of
 from rally.models.vision_loading import freeze_unused, share_patches
+from rally.platforms import use_expandable_segments
 from rally.runs.build.models import model_of, patches_of, tokenizer_of
+from rally.runs.build.rollout import may_use_cuda_ipc
 from rally.runs.build.update_settings import (
+    critic_limits,
     critic_offload_of,
+    critic_recompute_of,
     distillation_settings_of,
     gradient_limits_of,
     offload_settings,
@@ -73,7 +77,9 @@ def critic_of(config: Config, checkpoint: Checkpoint | None, steps: int, ranks: 
         optimizer_settings(config.critic.optim, config.critic.grad_clip, gradient_limits_of(config.trainer.guards)),
         steps,
         gradient_checkpointing=config.critic.model.enable_gradient_checkpointing,
+        recompute=critic_recompute_of(config),
         offload=critic_offload_of(config),
+        deterministic=config.rollout.deterministic,
     )
     critic = Critic(learner, critic_settings_of(config))
     if checkpoint:
@@ -83,15 +89,15 @@ def critic_of(config: Config, checkpoint: Checkpoint | None, steps: int, ranks: 
 
 
 def critic_settings_of(config: Config) -> CriticSettings:
-    critic = config.critic
+    critic, limits = config.critic, critic_limits(config)
     return CriticSettings(
         mini_batch_groups=critic.ppo_mini_batch_size or config.mini_batch_size,
         clip=critic.cliprange_value,
         aggregation=critic.loss_agg_mode,
         loss_scale=float(config.response_length),
         epochs=critic.ppo_epochs,
-        max_tokens=critic.ppo_max_token_len_per_gpu if critic.use_dynamic_bsz else UNBOUND,
-        max_rows=critic.ppo_micro_batch_size_per_gpu,
+        max_tokens=limits.max_tokens,
+        max_rows=limits.max_rows,
         forward_max_tokens=critic.forward_max_token_len_per_gpu if critic.use_dynamic_bsz else UNBOUND,
         forward_max_rows=critic.forward_micro_batch_size_per_gpu or critic.ppo_micro_batch_size_per_gpu,
         shuffle_seed=config.trainer.seed if critic.shuffle else None,
@@ -114,6 +120,10 @@ def kl_control_of(config: Config, checkpoint: Checkpoint | None) -> KlController
 
 def policy_of(config: Config, checkpoint: Checkpoint | None, steps: int, ranks: Ranks = ALONE) -> Policy:
     """The policy as configured, or restored from a checkpoint."""
+    # Before the first weights. Several GPUs keep torch's default, which is all that was tried on them, and so does CUDA
+    # IPC, because another process needs further rights to open such memory.
+    if steps and ranks.world_size == 1 and not may_use_cuda_ipc(config):
+        use_expandable_segments(pick_device(config.trainer.device))
     policy = Policy(
         model_of(
             config,
@@ -124,7 +134,9 @@ def policy_of(config: Config, checkpoint: Checkpoint | None, steps: int, ranks: 
         optimizer_settings_of(config),
         max(0, steps - config.trainer.critic_warmup),
         gradient_checkpointing=config.model.enable_gradient_checkpointing,
+        recompute=config.model.recompute_num_layers,
         offload=policy_offload_of(config),
+        deterministic=config.rollout.deterministic,
     )
     if checkpoint:
         with checkpoint.restoring(STATE):

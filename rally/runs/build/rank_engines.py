@@ -24,8 +24,11 @@ from rally.engines import EmbeddedEngine
 from rally.engines.base import EngineError
 from rally.engines.embedded.memory_plan import free_bytes
 from rally.engines.remote import GatheredWeights, Oracle, RankReplica, RemoteEngine, RemoteSettings
+from rally.engines.remote.rally_api import IMAGE_BODY_MB
 from rally.models.residence import device_of
 from rally.models.sharding import Message, copy_gathered, ranks_of
+from rally.models.token_masks import Grammars
+from rally.models.vision import patches_of
 from rally.nodes import RunNodes
 from rally.platforms import on_accelerator
 from rally.runs.build.engines import client_settings_of, joining_of, oracle_of, router_settings_of, transport_of
@@ -51,7 +54,8 @@ class RankEngine:
         self._complete = False  # whether the copy has had all weights, also those that are not trained
         running = engine.core.settings.max_num_seqs
         served = Served(engine=engine, tokenizer=tokenizer, name="policy", max_requests=REQUESTS * running)
-        self._server = ServerThread(lambda: create_app(served, token), address)
+        most = IMAGE_BODY_MB if patches_of(engine.core.model) is not None else None
+        self._server = ServerThread(lambda: create_app(served, token), address, max_body_mb=most)
         self.port = self._server.port
 
     def during(self, message: Message) -> AbstractContextManager[None]:
@@ -78,9 +82,11 @@ class StartedEngines(NamedTuple):
     ports: list[int]
 
 
-def start_engine(config: Config, policy: PreTrainedModel, checkpoint: Path | None) -> StartedEngines:
+def start_engine(
+    config: Config, policy: PreTrainedModel, checkpoint: Path | None, end_ids: Sequence[int]
+) -> StartedEngines:
     """Start this rank's engine. All ranks must do so together, within `StartEngine`. `checkpoint` is the actor's
-    folder, if the run is resumed."""
+    folder, if the run is resumed. `end_ids` are the ends of turns of rank 0's codec."""
     ranks = ranks_of(policy)
     _check_memory(config, policy)
     model = model_of(config, None if checkpoint is None else str(checkpoint)).requires_grad_(False)
@@ -91,7 +97,9 @@ def start_engine(config: Config, policy: PreTrainedModel, checkpoint: Path | Non
     def decode(ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
 
-    own = RankEngine(EmbeddedEngine(model, settings, decode=decode), tokenizer, ranks.address, ranks.token)
+    grammars = Grammars(tokenizer, model.config.get_text_config().vocab_size, end_ids)
+    engine = EmbeddedEngine(model, settings, decode=decode, grammars=grammars)
+    own = RankEngine(engine, tokenizer, ranks.address, ranks.token)
     ranks.host(own)
     ports = ranks.all_gather(torch.tensor([own.port]))
     return StartedEngines(own, [int(port) for port in ports])
@@ -115,8 +123,9 @@ def rank_engines_of(
 ) -> RemoteEngine:
     """The engine of rank 0 over the engines of all ranks, which are started here."""
     model, ranks = policy.model, policy.ranks
-    with ranks.broadcast(StartEngine()):
-        own, ports = start_engine(config, model, checkpoint)
+    end_ids = inputs.codec.stop_ids
+    with ranks.broadcast(StartEngine(end_ids)):
+        own, ports = start_engine(config, model, checkpoint, end_ids)
 
     def publish(version: int) -> None:
         with ranks.broadcast(PublishWeights(version)):
@@ -136,6 +145,7 @@ def rank_engines_of(
             max_model_len=config.max_model_len,
             sampling=sampling_of(config, inputs.codec),
             in_flight=config.rollout.in_flight,
+            join_seconds=config.rollout.server.join_timeout,
             router=router_settings_of(config),
         ),
         None if config.rollout.deterministic else joining_of(config, model, inputs.codec.decode),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,19 @@ from typing import Any
 from rally.chat import ChatCodec
 from rally.compat.verl.config_for_loops import config_for_loops
 from rally.config import Config
+from rally.config.rollout import SpeculativeConfig
 from rally.engines import Engine
-from rally.engines.embedded import EngineSettings
+from rally.engines.embedded import EngineSettings, NgramSpeculation, RolloutDemand
 from rally.engines.remote.engine import RemoteEngine
-from rally.loops import AgentLoopBase, LoopSettings, LoopSpec, Runner, find_loop, load_loop_config
+from rally.loops import AgentLoopBase, LoopError, LoopSettings, LoopSpec, Runner, find_loop, load_loop_config
+from rally.loops.single_turn import SingleTurnAgentLoop
 from rally.nodes import THIS_MACHINE, RunNodes
 from rally.rewards import Overlong, RewardSpec, Shaping
 from rally.rewards.judge_server import JudgeServer
-from rally.rewards.worker_pool import Scorer
+from rally.rewards.worker_pool import RewardWorker, Scorer
 from rally.runs.build.reward_model import classifier_scorer_of, judge_address_of, judge_server_of
 from rally.runs.build.run_inputs import RunInputs
+from rally.runs.build.update_settings import credit_settings_of
 from rally.train.rollout.loop_workers import LoopWorkerPool, LoopWorkerRunner, LoopWorkerSettings
 from rally.train.rollout.rollout import EpisodeScorer, FailurePolicy, NoScorer, Rollout, ValidationPass
 from rally.train.rollout.rollout_cache import CachedRolloutRunner
@@ -29,14 +33,17 @@ from rally.types import SamplingParams
 from rally.util.private_files import cache_folder, own_folder
 
 MIN_JOBS = 16  # that a loop worker gets at a time
+TURN_TOKENS = 64  # that a turn of a long episode is assumed to have at least
 
 
-def engine_settings_of(config: Config) -> EngineSettings:
+def engine_settings_of(config: Config, inputs: RunInputs | None = None) -> EngineSettings:
+    """The settings of the run's engine. `inputs` are those of a run that trains with one engine."""
     rollout = config.rollout
     return EngineSettings(
         max_model_len=config.max_model_len,
         max_num_seqs=rollout.max_num_seqs,
         max_num_batched_tokens=rollout.max_num_batched_tokens,
+        demand=None if inputs is None else rollout_demand_of(config, inputs),
         page_size=rollout.page_size,
         memory_share=rollout.gpu_memory_utilization,
         in_flight=rollout.in_flight,
@@ -45,8 +52,37 @@ def engine_settings_of(config: Config) -> EngineSettings:
         eager=rollout.enforce_eager,
         deterministic=rollout.deterministic,
         lend_memory=lends_memory(config),
+        speculation=speculation_of(rollout.speculative_config),
         return_routes=rollout.enable_rollout_routing_replay,
+        quantization="fp8" if rollout.quantization == "fp8" else None,
     )
+
+
+def rollout_demand_of(config: Config, inputs: RunInputs) -> RolloutDemand | None:
+    """What the rollouts of a training run can use of the KV cache at once. None where nobody knows: without training,
+    and with loops whose episodes may have several histories at a time."""
+    specs = loops_of(config)
+    names = {config.agent_loop_name, *(() if config.rollout.agent_loop_class else inputs.loops)}
+    loops = [find_loop(name, specs).cls for name in names]
+    if inputs.train_tasks is None or not all(loop.one_history for loop in loops):
+        return None
+    groups = max(config.data.train_batch_size, config.data.gen_batch_size or 0)
+    if config.asynchronous and not config.fixed_lag:  # a fixed lag samples one batch at a time
+        groups = math.ceil(groups * (1 + config.batches_ahead))
+    seats = max(map(inputs.environments.seats, inputs.environments.labels), default=1)
+    episodes = groups * (config.rollout.n + credit_settings_of(config).needs_greedy) * seats
+    if inputs.val_tasks is not None:  # twice what can run at once, as on a CPU; what is more may be evicted
+        rows = min(config.data.val_batch_size or len(inputs.val_tasks), len(inputs.val_tasks))
+        samples = max(one.n for one in validation_passes(config, sampling_of(config, inputs.codec)))
+        episodes = max(episodes, min(rows * samples, 2 * config.rollout.max_num_seqs))
+    known = config.prompt_length + config.response_length if config.history == "append" else config.max_model_len
+    tokens = min(config.max_model_len, known)
+    most = 1 if all(issubclass(loop, SingleTurnAgentLoop) for loop in loops) else config.max_turns or tokens
+    return RolloutDemand(episodes, tokens, min(most, max(1, tokens // TURN_TOKENS)))
+
+
+def speculation_of(keys: SpeculativeConfig) -> NgramSpeculation | None:
+    return None if keys.method is None else NgramSpeculation(**keys.model_dump(exclude={"method"}))
 
 
 def lends_memory(config: Config) -> bool:
@@ -55,6 +91,12 @@ def lends_memory(config: Config) -> bool:
     rollout = config.rollout
     needed = config.asynchronous and not config.fixed_lag and rollout.in_flight == "keep"
     return rollout.free_cache_engine and rollout.enable_sleep_mode and not needed
+
+
+def may_use_cuda_ipc(config: Config) -> bool:
+    """Whether a server may read the trainer's weights from its GPU memory."""
+    launched = config.rollout.mode != "server" and config.rollout.server_kind == "sglang"
+    return config.rollout.checkpoint_engine.backend == "ipc" or (config.rollout.name != "embedded" and launched)
 
 
 def loop_settings_of(config: Config) -> LoopSettings:
@@ -84,8 +126,13 @@ def loops_of(config: Config) -> dict[str, LoopSpec]:
     name = config.agent_loop_name
     spec = find_loop(name, loops)
     loops[name] = LoopSpec(spec.cls, {**spec.options, **_loop_options(config, spec.cls)})
-    for spec in loops.values():
+    for named, spec in loops.items():
         spec.cls.prepare(spec.options)
+        if config.uses_loop_workers and (option := spec.cls.single_process(spec.options)) is not None:
+            raise LoopError(
+                f"the option {option} of the agent loop {named} does not work with rollout.agent.num_workers="
+                f"{config.rollout.agent.num_workers}: every loop worker has a gateway of its own; set that to 1"
+            )
     return loops
 
 
@@ -197,7 +244,8 @@ def _sampling_hash(config: Config) -> str:
     tokens = (model.path, model.tokenizer_path, model.spelled_tokens)
     encoding = (tokens, model.custom_chat_template, dict(config.data.apply_chat_template_kwargs))
     sampling = (rollout.temperature, rollout.top_p, rollout.top_k, config.tool_config_path, config.agent_loop_name)
-    return hashlib.sha256(repr((encoding, sampling)).encode()).hexdigest()[:8]
+    numbers = (rollout.quantization,) if rollout.quantization else ()  # caches without it keep their names
+    return hashlib.sha256(repr((encoding, sampling, *numbers)).encode()).hexdigest()[:8]
 
 
 def runner_of(config: Config, inputs: RunInputs, engine: Engine) -> Runner:
@@ -227,6 +275,18 @@ def scorer_of(config: Config) -> EpisodeScorer:
     return Scorer(spec, reward.num_workers, reward.timeout, server=server)
 
 
+def check_reward_function(config: Config) -> None:
+    """Load the reward function in a process of its own, as its workers will. RewardError, before any weight is loaded,
+    if that fails. A reward model is not loaded, nor a function that may ask its server while it is loaded."""
+    if config.reward_function.path is None or config.uses_classifier or config.reward_model.enable:
+        return
+    worker = RewardWorker(reward_spec_of(config), config.reward.timeout)
+    try:
+        worker.wait_ready()
+    finally:
+        worker.close()
+
+
 def scores_in_workers(config: Config) -> bool:
     """Whether loop workers score what they play. A reward model, which exists once, stays with the controller."""
     judged = config.uses_classifier or config.reward_model.enable
@@ -238,19 +298,21 @@ def pool_of(config: Config, engine: RemoteEngine, nodes: RunNodes) -> LoopWorker
     count = config.rollout.agent.num_workers
     router = engine.settings.router
     running = len(engine.servers) * router.max_in_flight
-    share = replace(router, max_in_flight=-(-router.max_in_flight // count))
     client = {name: value for name, value in vars(engine.servers[0].settings).items() if name != "decode"}
     settings = LoopWorkerSettings(
         count=count,
         max_jobs=max(MIN_JOBS, -(-2 * running // count)),
+        servers=len(engine.servers),
         plan={
             "config": config.model_dump(mode="json"),
             "server_kind": engine.servers[0].api.name,
             "client": client,
-            "router": vars(share),
+            "router": vars(router),  # of all workers together
+            "workers": count,
             "max_model_len": engine.max_model_len,
+            "run": str(config.run_dir.absolute()),
         },
-        logs=config.run_dir.absolute() / "loop_workers",
+        run=config.run_dir.absolute(),
         heartbeat_seconds=config.trainer.node_heartbeat_timeout,
     )
     return LoopWorkerPool(settings, nodes.all, engine)

@@ -20,6 +20,8 @@ from rally.data import TaskSet
 from rally.envs import Environments
 from rally.interactions import Interactions
 from rally.interactions.loader import load_interactions
+from rally.models import fp8
+from rally.models.load import load_model_config, pick_device, pick_dtype
 from rally.models.sharding import Ranks
 from rally.runs.build.data import env_tasks_of, environments_of, tasks_of
 from rally.runs.build.models import patches_of, stop_ids_at, tokenizer_of
@@ -57,9 +59,11 @@ class RunInputs:
     train_tasks: TaskSet | None
     val_tasks: TaskSet | None
     environments: Environments = field(default_factory=Environments)
+    loops: frozenset[str] = frozenset()  # the names of the loops that rows of files ask for
 
 
 def read_inputs(config: Config, console: RunConsole, *, train: bool = True) -> RunInputs:
+    _check_quantization(config)
     tokenizer = tokenizer_of(config)
     toolbox = toolbox_of(config)
     interactions = interactions_of(config)
@@ -83,22 +87,29 @@ def read_inputs(config: Config, console: RunConsole, *, train: bool = True) -> R
     for note in codec.form_notes if tools else ():
         console.note(note)
 
+    loops: set[str] = set()
+
     def tasks(files: Sequence[str], validate: bool) -> TaskSet | None:
         if not files:
             return None
         task_set = fitting(tasks_of(config, files, validate=validate), codec, config, console)
-        check_rows(config, task_set, interactions, toolbox)
+        loops.update(check_rows(config, task_set, interactions, toolbox))
         return task_set
 
-    return RunInputs(
-        tokenizer,
-        toolbox,
-        interactions,
-        codec,
-        train_rows or (tasks(config.data.train_files, False) if train else None),
-        val_rows or tasks(config.data.val_files, True),
-        environments,
-    )
+    train_tasks = train_rows or (tasks(config.data.train_files, False) if train else None)
+    val_tasks = val_rows or tasks(config.data.val_files, True)
+    return RunInputs(tokenizer, toolbox, interactions, codec, train_tasks, val_tasks, environments, frozenset(loops))
+
+
+def _check_quantization(config: Config) -> None:
+    """Raise if the model or the device cannot sample in FP8, as far as is known before weights are loaded."""
+    if config.rollout.quantization is None:
+        return
+    model, path = config.model, str(config.model.path)
+    device = pick_device(config.trainer.device)
+    fp8.check_device(device, pick_dtype(model.dtype, device))
+    if not path.endswith(".gguf"):  # slow to read; the engine checks it
+        fp8.check_config(load_model_config(path, trust_remote_code=model.trust_remote_code))
 
 
 def check_ranks(trainer: RunConfig, ranks: Ranks) -> None:

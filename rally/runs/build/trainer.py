@@ -10,6 +10,7 @@ from rally.chat import ChatCodec
 from rally.config import Config
 from rally.config.trainer import RunConfig
 from rally.data import TaskSet, restore
+from rally.engines import EmbeddedEngine
 from rally.engines.base import TrainingEngine
 from rally.envs import Environments
 from rally.models.load import check_vocabulary, reloading_problem
@@ -36,6 +37,11 @@ from rally.train.reference import FrozenModel
 from rally.train.startup_check import NO_TEXT, check_critic, check_frozen, check_training, compared_rows
 from rally.train.trainer import Trainer
 
+UNCORRECTED = (
+    "rollout.quantization=fp8 without algorithm.rollout_correction: the policy that is trained is not the one that "
+    "sampled, and the ratios of the update begin at policy / FP8 sampler instead of 1, so that the clip cuts off some "
+    "tokens for the difference alone; algorithm.rollout_correction.rollout_is=token corrects it, for one more forward"
+)
 PLAIN_TORCH = (
     "attention and layers are plain torch; there are no fused layers, no graphs and no lending of memory, and no such "
     "device has run this version of Rally"
@@ -75,6 +81,11 @@ def trainer_of(
         engine = rank_engines_of(config, inputs, policy, nodes, checkpoint.actor if checkpoint else None)
     else:
         engine = engine_of(config, inputs, policy, nodes)
+    if isinstance(engine, EmbeddedEngine) and engine.core.fp8 is not None:
+        console.note(engine.core.fp8.words())
+        correction = config.algorithm.rollout_correction
+        if steps and not (correction.rollout_is or correction.tests or correction.bypass_mode):
+            console.warn_once("fp8", UNCORRECTED)
     if config.uses_loop_workers:
         count = config.rollout.agent.num_workers
         console.note(f"{count} loop workers play episodes; limits of tools hold for each of them")
@@ -96,22 +107,27 @@ def trainer_of(
     if teachers is not None and compared and ranks.world_size == 1:
         for key, teacher in teachers.models.items():
             if isinstance(teacher, FrozenModel):
-                check_frozen(teacher, compared, config.max_model_len, f"the teacher {key}")
+                name, exact = f"the teacher {key}", config.rollout.deterministic
+                check_frozen(teacher, compared, config.max_model_len, name, deterministic=exact)
     for learner in [policy, *([] if critic is None else [critic.learner])]:
         learner.rest()
+        if isinstance(engine, EmbeddedEngine):
+            learner.leave_free(engine.core.lent_bytes)
     sampling = sampling_of(config, inputs.codec)
     make: Callable[..., Trainer] = Trainer
     fixed_lag = config.fixed_lag
     if checkpoint and not fixed_lag and checkpoint.holds(AHEAD):
         console.note(f"the batch that {checkpoint.path.name} holds was sampled with a fixed lag; it is sampled again")
     if config.asynchronous and steps:
+        schedule = AsyncSettings(
+            ahead=config.batches_ahead,
+            partial_rollout=config.async_training.partial_rollout,
+            fixed_lag=fixed_lag,
+        )
+        console.note(_announced(config, schedule))
         make = partial(
             AsyncTrainer,
-            schedule=AsyncSettings(
-                ahead=config.batches_ahead,
-                partial_rollout=config.async_training.partial_rollout,
-                fixed_lag=fixed_lag,
-            ),
+            schedule=schedule,
             sampled_ahead=read_sampled_ahead(checkpoint) if checkpoint and fixed_lag else None,
             overlap=samples_during_update(config, policy.model),
         )
@@ -148,6 +164,16 @@ def trainer_of(
         startup_texts=texts,
         history=[watched(row.metrics) for row in folder.read_metrics() if row.step] if checkpoint else [],
     )
+
+
+def _announced(config: Config, schedule: AsyncSettings) -> str:
+    """How far ahead an asynchronous run samples, and what limits it."""
+    mode, ahead, versions = config.trainer.v1.trainer_mode, schedule.ahead, schedule.max_staleness
+    told = f"{mode}: {ahead:g} batches are sampled ahead, and no trained token is older than {versions} weight versions"
+    if config.batches_asked == ahead:
+        return told
+    most = config.trainer.v1.sampler.max_off_policy_threshold
+    return f"{told}; {config.batches_asked:g} were asked for, and trainer.v1.sampler.max_off_policy_threshold={most}"
 
 
 def startup_texts(codec: ChatCodec, tasks: TaskSet, environments: Environments) -> list[tuple[int, ...]]:

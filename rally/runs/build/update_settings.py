@@ -31,6 +31,12 @@ def update_limits(config: Config) -> MicroBatchLimits:
     return own.within(log_prob_limits(config, config.actor_rollout_ref.ref)) if actor.use_kl_loss else own
 
 
+def critic_limits(config: Config) -> MicroBatchLimits:
+    """The micro-batch limits of the critic's update."""
+    keys = config.critic
+    return limits_of(keys.ppo_max_token_len_per_gpu, keys.ppo_micro_batch_size_per_gpu, keys.use_dynamic_bsz)
+
+
 def log_prob_limits(config: Config, keys: LogProbKeys) -> MicroBatchLimits:
     """The micro-batch limits of a pass for log-probabilities only. Keys that are not set default to the actor's."""
     actor = config.actor
@@ -159,6 +165,7 @@ def optimizer_settings_of(config: Config) -> OptimizerSettings:
 def optimizer_settings(optim: OptimConfig | SftOptim, grad_clip: float, limits: GradientLimits) -> OptimizerSettings:
     return OptimizerSettings(
         lr=optim.lr,
+        moments_8bit=optim.optimizer == "AdamW8bit",
         betas=optim.betas,
         weight_decay=optim.weight_decay,
         grad_clip=optim.clip_grad or grad_clip,
@@ -172,10 +179,18 @@ def optimizer_settings(optim: OptimConfig | SftOptim, grad_clip: float, limits: 
 
 
 def policy_offload_of(config: Config) -> OffloadSettings:
-    """What of the policy rests in main memory. An engine in this process samples from the weights, so they stay."""
+    """What of the policy rests in main memory. An engine over the trainer's own module samples from its weights, so
+    they stay; the engines of ranks have copies."""
     keys, activations = config.actor.fsdp_config, config.model.enable_activation_offload
     settings = offload_settings(keys, activations, config.trainer.world_size)
-    return replace(settings, params=settings.params and config.rollout.name != "embedded")
+    apart = config.rollout.name != "embedded" or config.samples_in_ranks
+    return replace(settings, params=settings.params and apart)
+
+
+def critic_recompute_of(config: Config) -> int | None:
+    """How many layers of the critic are computed again; None: as few as memory allows."""
+    own: int | None = config.critic.model.recompute_num_layers
+    return config.model.recompute_num_layers if own is None else own
 
 
 def critic_offload_of(config: Config) -> OffloadSettings:

@@ -38,10 +38,12 @@ def syscall(number: int, *args: Any) -> int:
 
 def clone(namespaces: int) -> int:
     """Fork into new namespaces; returns 0 in the child."""
-    flags = ctypes.c_ulong(namespaces | signal.SIGCHLD)
-    pid = syscall(_CLONE, flags, None, None, None, None)
-    if pid == 0:
-        ctypes.pythonapi.PyOS_AfterFork_Child()
+    flags, pid = ctypes.c_ulong(namespaces | signal.SIGCHLD), -1
+    ctypes.pythonapi.PyOS_BeforeFork()  # Python 3.13 ends a child that releases locks which nobody took
+    try:
+        pid = syscall(_CLONE, flags, None, None, None, None)
+    finally:
+        (ctypes.pythonapi.PyOS_AfterFork_Child if pid == 0 else ctypes.pythonapi.PyOS_AfterFork_Parent)()
     return pid
 
 

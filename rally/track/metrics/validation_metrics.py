@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, lru_cache
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 
 from rally.track.metrics.episode_metrics import agent_metrics
 from rally.track.metrics.statistics import Metrics, mean, spread
-from rally.types import Episode, StopReason, ToolStatus
+from rally.types import Episode, StopReason, ToolStatus, finite_number
 
 RESAMPLES, SEED = 1000, 42
 
@@ -141,8 +140,7 @@ def _over_prompts(prompts: Iterable[_Samples], k: int) -> Metrics:
 
 def _numbers(episode: Episode) -> Mapping[str, float]:
     assert episode.reward is not None, "only scored episodes have numbers"
-    numbers = {k: v for k, v in episode.reward_info.items() if isinstance(v, (bool, int, float))}
-    info = {k: float(v) for k, v in numbers.items() if math.isfinite(v)}
+    info = {k: number for k, v in episode.reward_info.items() if (number := finite_number(v)) is not None}
     return info | {"reward": episode.reward}
 
 

@@ -17,6 +17,7 @@ import os
 import platform
 import re
 import sys
+import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
@@ -29,7 +30,7 @@ from rally.images.loading import FORMATS, loaded_images
 from rally.redact import redact, redact_texts
 from rally.track.run_folder.episode_json import Json, episode_from_json, episodes_to_json, image_from_json, plain
 from rally.types import Episode, Image, RallyError
-from rally.util.atomic_files import write_atomic
+from rally.util.atomic_files import names_file, write_atomic
 from rally.util.checksums import UNREADABLE, reason
 from rally.util.jsonl import StepLines, checked_lines
 from rally.util.locks import LockFile
@@ -98,12 +99,19 @@ class ImageFolder:
         self.path = run / "images"
 
     def save(self, episodes: Iterable[Episode]) -> None:
-        """Write the images that do not exist yet, atomically."""
-        for image in {image for episode in episodes for image in images_of(episode)}:
+        """Write the images of episodes that do not exist yet."""
+        self.save_images(image for episode in episodes for image in images_of(episode))
+
+    def save_images(self, images: Iterable[Image]) -> None:
+        """Write those that do not exist yet, atomically. Several threads and processes may write the same one."""
+        for image in set(images):
             place = self.path / f"{image.hash}.{image.format}"
             if not place.exists():
                 self.path.mkdir(exist_ok=True)
-                write_atomic(place, image.read())
+                part = place.with_name(f".{place.name}.{uuid.uuid4().hex}.part")
+                with names_file(place):
+                    part.write_bytes(image.read())
+                os.replace(part, place)
 
     def find(self, name: str) -> Path | None:
         """The file of the image with this hash. A name that is not a hash never matches a file."""
@@ -114,6 +122,14 @@ class ImageFolder:
     def hook(self, value: dict[str, Any]) -> Any:
         """An `object_hook` for `json.loads` that restores images. Their bytes are read on use."""
         return image_from_json(value, self.path) if "$image" in value else value
+
+    def restored(self, value: Any) -> Any:
+        """Parsed JSON, with its images."""
+        if isinstance(value, list):
+            return [self.restored(one) for one in value]
+        if isinstance(value, dict):
+            return self.hook({key: self.restored(one) for key, one in value.items()})
+        return value
 
 
 def images_of(episode: Episode) -> Iterator[Image]:

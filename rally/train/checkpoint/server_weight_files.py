@@ -53,6 +53,11 @@ class WeightWriter:
         self._layout: Layout | None = None
         self._checked = False
 
+    @property
+    def knows_layout(self) -> bool:
+        """Whether folders are written from `weights` alone from now on."""
+        return self._layout is not None
+
     def __call__(self, folder: Path) -> None:
         if self._layout is not None:
             write(self._layout, self._weights(), folder)

@@ -184,9 +184,9 @@ def model_part(
     return write
 
 
-def state_part(name: str, state: Mapping[str, Any]) -> Part:
-    """Tensors and plain values as one `torch.save` file."""
-    mine = copied(dict(state))
+def state_part(name: str, state: Mapping[str, Any], *, in_place: bool = False) -> Part:
+    """Tensors and plain values as one `torch.save` file. `in_place`: see `copied`."""
+    mine = copied(dict(state), in_place=in_place)
     return lambda checkpoint: write_state(mine, checkpoint / name)
 
 
@@ -202,14 +202,24 @@ def json_part(name: str, state: Mapping[str, Any]) -> Part:
     return write
 
 
-def copied(value: Any) -> Any:
-    """A copy on the CPU. Tied tensors stay tied, so they are written once."""
-    distinct = {_identity(tensor): tensor for tensor in tensors_in(value)}
+def copied(value: Any, *, in_place: bool = False) -> Any:
+    """A copy on the CPU. Tied tensors stay tied, so they are written once. `in_place`: what is in main memory is not
+    copied, because it does not change before it has been written."""
+    distinct = {
+        _identity(tensor): tensor
+        for tensor in tensors_in(value)
+        if not in_place or on_accelerator(tensor.device) or not _whole(tensor)
+    }
     return _with(dict(zip(distinct, copies(list(distinct.values())), strict=True)), value)
 
 
 def _identity(tensor: Tensor) -> tuple[Any, ...]:
     return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+
+def _whole(tensor: Tensor) -> bool:
+    """Whether the tensor is all of its memory. torch saves the memory of a part as a whole."""
+    return tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
 def _with(copies: Mapping[tuple[Any, ...], Tensor], value: Any) -> Any:
@@ -218,7 +228,7 @@ def _with(copies: Mapping[tuple[Any, ...], Tensor], value: Any) -> Any:
     if isinstance(value, DTensor):
         return full_tensor(value)
     if isinstance(value, Tensor):
-        return copies[_identity(value)]
+        return copies.get(_identity(value), value)
     if isinstance(value, Mapping):
         return {name: _with(copies, inner) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):

@@ -3,7 +3,7 @@ them.
 
 Beside `trainer.pt`, which then holds no tensor that is sharded, `trainer_shards/` has one safetensors file of each
 rank. The name of a tensor is its kind and its parameter: `masters/NAME`, `exp_avg/NAME`. The file's metadata has the
-shape of each parameter and where the shard begins in it. Nothing in these files is unpickled.
+shape of each whole tensor and where the shard begins in it. Nothing in these files is unpickled.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rally.models.sharding import Ranks
+from rally.train.adamw8bit import place_of_state
 from rally.train.checkpoint.snapshot import Part, copied, state_part
 from rally.train.policy import Policy
 from rally.train.rank_messages import GatherState
@@ -34,18 +36,21 @@ SHARDED = "sharded"  # the key of a state file whose tensors are in shards
 MASTERS = "masters"
 FILE = re.compile(r"rank_(\d+)_of_(\d+)\.safetensors")
 PLACES = "places"
+SEEN_SECONDS = 90.0  # a network file system may list new files of other machines a minute late
+LOOK_SECONDS = 0.2
 
 
 def shard_folder(state_file: Path) -> Path:
     return state_file.with_name(f"{state_file.stem}_shards")
 
 
-def state_parts(file: str, policy: Policy, **more: Any) -> list[Part]:
+def state_parts(file: str, policy: Policy, *, in_place: bool = False, **more: Any) -> list[Part]:
     """The parts of a checkpoint that hold the training state, on rank 0: one file, or with several ranks one without
-    the tensors and this rank's shards."""
+    the tensors and this rank's shards. `in_place`: states in main memory are not copied, because training waits until
+    the parts have been called."""
     state = {**more, **policy.state()}
     if policy.ranks.world_size == 1:
-        return [state_part(file, state)]
+        return [state_part(file, state, in_place=in_place)]
     numbered = state["optimizer"]["state"].items()
     scalars = {number: {k: v for k, v in one.items() if not v.dim()} for number, one in numbered}
     index = {
@@ -54,20 +59,22 @@ def state_parts(file: str, policy: Policy, **more: Any) -> list[Part]:
         MASTERS: {},
         SHARDED: {"ranks": policy.ranks.world_size, "names": list(policy.masters)},
     }
-    return [state_part(file, index), shard_part(file, policy)]
+    return [state_part(file, index), shard_part(file, policy, in_place=in_place)]
 
 
-def shard_part(file: str, policy: Policy) -> Part:
-    """This rank's shards of the training state, copied now and written when the part is called. Of equal shards one is
-    written."""
+def shard_part(file: str, policy: Policy, *, in_place: bool = False) -> Part:
+    """This rank's shards of the training state, copied now unless `in_place`, and written when the part is called. Of
+    equal shards one is written."""
     state, places = policy.state(), policy.layout()
     tensors = {(MASTERS, name): value for name, value in state[MASTERS].items()}
     names = list(policy.masters)
     for number, one in state["optimizer"]["state"].items():
         tensors |= {(kind, names[number]): value for kind, value in one.items() if value.dim()}
     chosen = {key: value for key, value in tensors.items() if value.numel() and places[key[1]].replica == 0}
-    own = copied({f"{kind}/{name}": value.contiguous() for (kind, name), value in chosen.items()})
-    described = {name: [places[name].shape, places[name].offset] for name in {name for _, name in chosen}}
+    shards = {f"{kind}/{name}": value.contiguous() for (kind, name), value in chosen.items()}
+    own = copied(shards, in_place=in_place)
+    stored_at = {f"{kind}/{name}": place_of_state(kind, places[name]) for kind, name in chosen}
+    described = {key: [place.shape, place.offset] for key, place in stored_at.items()}
     ranks = policy.ranks
     rank_file = f"rank_{ranks.rank}_of_{ranks.world_size}.safetensors"
 
@@ -90,7 +97,7 @@ class StoredPiece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class ShardedTensorFile:
     """A tensor in the files of several ranks. Indexing it with one slice for each dimension reads that part."""
 
     shape: tuple[int, ...]
@@ -139,21 +146,43 @@ def with_stored_tensors(state: dict[str, Any], file: Path) -> dict[str, Any]:
     return {**state, MASTERS: masters, "optimizer": {**state["optimizer"], "state": optimizer}}
 
 
-def _stored(folder: Path, ranks: int) -> dict[tuple[str, str], StoredTensor]:
+def _stored(folder: Path, ranks: int) -> dict[tuple[str, str], ShardedTensorFile]:
     """The tensors of all files, by kind and parameter."""
     files = {int(match[1]): file for file in folder.iterdir() if (match := FILE.fullmatch(file.name))}
     if lost := sorted(set(range(ranks)) - files.keys()):
         raise ValueError(f"{folder.name} lacks the file of rank {lost[0]} of {ranks}")
     opened = {file: safe_open(file, framework="pt") for file in files.values()}
-    found: dict[tuple[str, str], StoredTensor] = {}
+    found: dict[tuple[str, str], ShardedTensorFile] = {}
     for file, handle in opened.items():
         places: Mapping[str, Any] = json.loads((handle.metadata() or {}).get(PLACES, "{}"))
         for key in handle.keys():  # noqa: SIM118 - no mapping
             kind, _, name = key.partition("/")
-            shape, offset = (tuple(map(int, one)) for one in places[name])
-            tensor = found.setdefault((kind, name), StoredTensor(shape, opened.__getitem__))
+            shape, offset = (tuple(map(int, one)) for one in places.get(key) or places[name])  # by name before 8 bits
+            tensor = found.setdefault((kind, name), ShardedTensorFile(shape, opened.__getitem__))
             tensor.pieces.append(StoredPiece(file, key, offset, tuple(handle.get_slice(key).get_shape())))
     return found
+
+
+def wait_for_files(checkpoint: Path) -> None:
+    """Wait until this machine sees the shards of all ranks, which have written them. OSError names one that it does not
+    see. Otherwise the checkpoint would be sealed without it."""
+    deadline = time.monotonic() + SEEN_SECONDS
+    while missing := _unseen(checkpoint):
+        if time.monotonic() > deadline:
+            raise OSError(
+                f"{missing}, which another rank has written, is not seen here; use storage that all nodes share"
+            )
+        time.sleep(LOOK_SECONDS)
+
+
+def _unseen(checkpoint: Path) -> str | None:
+    for folder in {file.parent for file in checkpoint.rglob("rank_*_of_*.safetensors")}:
+        names = {file.name for file in folder.iterdir()}
+        count = max((int(match[2]) for name in names if (match := FILE.fullmatch(name))), default=0)
+        for rank in range(count):
+            if (name := f"rank_{rank}_of_{count}.safetensors") not in names:
+                return f"{folder.name}/{name}"
+    return None
 
 
 def write_shards(save: GatherState, parts: Sequence[Part], ranks: Ranks) -> None:

@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rally.models.residence import on_device
 from rally.train.checkpoint.snapshot import Part, json_part, model_part
-from rally.train.checkpoint.state_shards import SHARDED, state_parts, wait_part, with_stored_tensors
+from rally.train.checkpoint.state_shards import SHARDED, state_parts, wait_for_files, wait_part, with_stored_tensors
 from rally.train.policy import Policy
 from rally.train.rank_messages import GatherState
 from rally.types import RallyError
@@ -192,6 +192,7 @@ class CheckpointStore:
     def _write_parts(self, target: Path, parts: Sequence[Part]) -> None:
         work = self._work(_step_of(target))
         side_by_side([functools.partial(part, work) for part in parts], "rally-part")
+        wait_for_files(work)
         seal(work)
         if target.exists():
             shutil.rmtree(target)
@@ -262,7 +263,7 @@ def policy_parts(policy: Policy, tokenizer: PreTrainedTokenizerBase, step: int, 
     """The policy's weights and its training state, and a part that waits for the shards of other ranks."""
     with policy.ranks.broadcast(message), on_device(policy.model):
         model = model_part("actor", policy.model, tokenizer, merged=message.merged)
-        states = state_parts(STATE, policy, step=step)
+        states = state_parts(STATE, policy, in_place=not message.background, step=step)
     return [model, *states, wait_part(message, policy.ranks)]
 
 

@@ -1,8 +1,9 @@
 """The training forward of packed rows: attention over the prefix tree, and fused layers for supported families.
 
-Linear layers are the module's own; one with a plain LoRA adapter is three products (`rally.models.lora.linear`). Norms,
-rotary embeddings and gated activations are fused kernels that save only their inputs for the backward pass. Other
-families, and machines without a GPU, use the module's own forward, which is the specification of the fused one.
+Linear layers are those of `linear_layers`. Norms, rotary embeddings and gated activations are fused kernels that save
+only their inputs for the backward pass. Other families, and machines without a GPU, use the module's own forward, which
+is the specification of the fused one. The layers of a sharded model are computed within calls of their modules, around
+which FSDP gathers their weights.
 
 Shapes: T packed tokens, C hidden size, H query heads, K key/value heads, D head size.
 """
@@ -10,19 +11,19 @@ Shapes: T packed tokens, C hidden size, H query heads, K key/value heads, D head
 from __future__ import annotations
 
 import bisect
-import inspect
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from rally.models.attention import Scores, body_of, grouped_attention, packed_hidden, visible
+from rally.images.loading import blank_image
+from rally.models.attention import AttentionContext, Scores, body_of, packed_hidden, visible
 from rally.models.decoder_families import (
     ACTIVATIONS,
     LayerParts,
@@ -38,122 +39,19 @@ from rally.models.decoder_families import (
 )
 from rally.models.forward_variables import checkpoint_contexts
 from rally.models.kernels.dispatch import has_triton
-from rally.models.lora import linear
 from rally.models.residence import device_of
 from rally.models.routing import over_tokens, routed
+from rally.models.segment_tree import BranchContext
 from rally.models.sequence_parallel import UlyssesAttention
 from rally.models.sharding import ranks_of
-from rally.models.state_layers import BranchContext, holds_state
-from rally.models.vision import SeenImages, image_features
-from rally.platforms import CUDA, from_host, has_kernels
+from rally.models.state_layers import holds_state
+from rally.models.vision import SeenImages, image_features, image_parts_of, patches_of
+from rally.train.forward.linear_layers import linear_layers
+from rally.train.forward.packed_attention import PackedAttention, fits_one_call
 from rally.train.packing import PackedImages, PackedRows
 
-# since torch 2.12 the kernel needs this flag for fewer key/value heads than query heads
-GROUPED_HEADS: dict[str, Any] = (
-    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-)
 FORWARD_ATTRIBUTE = "rally_forward"
 MASKED_TOKENS = 4096  # of a group with a mask; attention weights grow with the square
-
-
-class PackedAttention(BranchContext):
-    """Attention over a packed batch without padding. The queries of a branch are the last of its keys.
-
-    In half precision on a GPU all branches are one kernel call; elsewhere there is one call per branch shape.
-    """
-
-    compressed = False
-
-    def __init__(self, packed: PackedRows) -> None:
-        super().__init__(packed.queries, packed.parents, packed.ids_T.device)
-        shapes = itertools.groupby(zip(packed.queries, packed.keys, strict=True))
-        self.runs = [(len(list(group)), t, length) for (t, length), group in shapes]  # branches, queries, keys
-        self.source_S = packed.source_S
-        self.most_queries, self.most_keys = max(packed.queries), max(packed.keys)
-        self.query_ends, self.key_ends = (_ends(x, packed.ids_T.device) for x in (packed.queries, packed.keys))
-        self._masks: dict[tuple[int, int, int | None, int | None], Tensor] = {}
-
-    def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, scores: Scores) -> Tensor:
-        in_one = scores.plain and scores.chunk is None and fits_one_call(q_THD)
-        attend = self._in_one_call if in_one else self._by_shape
-        return attend(q_THD, self._history(k_TKD), self._history(v_TKD), scores)
-
-    def _in_one_call(self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, scores: Scores) -> Tensor:
-        size = v_SKD.shape[-1]
-        output = varlen_attn(
-            q_THD,
-            k_SKD,
-            F.pad(v_SKD, (0, q_THD.shape[-1] - size)),
-            self.query_ends,
-            self.key_ends,
-            self.most_queries,
-            self.most_keys,
-            scale=scores.scale,
-            window_size=(-1 if scores.window is None else scores.window - 1, 0),  # keys left and right of a query's own
-            **GROUPED_HEADS,
-        )
-        assert isinstance(output, Tensor)
-        return output[..., :size]
-
-    def _by_shape(self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, scores: Scores) -> Tensor:
-        # split, not slices: the gradient of a split is one concatenation, that of each slice a full-sized zero tensor
-        queries = q_THD.split([branches * t for branches, t, _ in self.runs])
-        keys, values = (x.split([branches * length for branches, _, length in self.runs]) for x in (k_SKD, v_SKD))
-        outputs = []
-        for (branches, t, length), *parts in zip(self.runs, queries, keys, values, strict=True):
-            q, k, v = (x.unflatten(0, (branches, -1)) for x in parts)
-            mask = self._mask(t, length, scores, q)
-            outputs.append(grouped_attention(q, k, v, scores, mask, causal=mask is None).flatten(0, 1))
-        return torch.cat(outputs)
-
-    def _history(self, x_TKD: Tensor) -> Tensor:
-        return x_TKD if self.source_S is None else _History.apply(x_TKD, self.source_S)  # type: ignore[no-any-return]
-
-    def _mask(self, t: int, length: int, scores: Scores, like: Tensor) -> Tensor | None:
-        """The mask to add to the scores, the same in all layers; None: plainly causal."""
-        narrow, chunk = (size if size is not None and size < length else None for size in (scores.window, scores.chunk))
-        if t == length and narrow is None and chunk is None:
-            return None
-        shape = (t, length, narrow, chunk)
-        if shape not in self._masks:
-            seen = visible(torch.tensor([length - t], device=like.device), t, length, narrow, chunk)
-            self._masks[shape] = torch.zeros_like(seen, dtype=like.dtype).masked_fill(~seen, -torch.inf)
-        return self._masks[shape]
-
-
-def fits_one_call(q_THD: Tensor) -> bool:
-    """Whether torch's variable-length flash attention supports these tensors."""
-    return (
-        has_kernels(q_THD.device)
-        and q_THD.dtype in (torch.bfloat16, torch.float16)
-        and q_THD.shape[-1] % 8 == 0
-        and q_THD.shape[-1] <= 256
-        and CUDA.module.get_device_capability(q_THD.device) >= (8, 0)
-    )
-
-
-def _ends(lengths: Sequence[int], device: torch.device) -> Tensor:
-    return from_host(torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32), device)
-
-
-class _History(torch.autograd.Function):
-    """Gathers the keys or values of every branch's whole history. The gradient of a token that many branches attend to
-    is summed in float32, because bf16 would round small terms away."""
-
-    @staticmethod
-    def forward(ctx: Any, x_TKD: Tensor, source_S: Tensor) -> Tensor:
-        ctx.save_for_backward(source_S)
-        ctx.like = x_TKD.shape
-        history: Tensor = x_TKD.flatten(1).index_select(0, source_S).unflatten(1, x_TKD.shape[1:])
-        return history
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (source_S,) = ctx.saved_tensors
-        (gradient,) = gradients
-        exact = gradient.flatten(1).to(torch.promote_types(gradient.dtype, torch.float32))
-        total = exact.new_zeros((ctx.like[0], exact.shape[1])).index_add_(0, source_S, exact)
-        return total.to(gradient.dtype).view(ctx.like), None
 
 
 class Ops(NamedTuple):
@@ -167,14 +65,41 @@ class Ops(NamedTuple):
 
 def hidden_states(model: PreTrainedModel, packed: PackedRows) -> Tensor:
     """Last hidden states [T, C] of the packed tokens; in a sequence-parallel group only those of this rank."""
-    forward = training_forward(model)
-    if (group := ranks_of(model).sequence_group) is not None:
-        assert forward == "packed" and packed.images is None, "other forwards do not divide sequences"
+    hidden_TC = _hidden_states(model, packed)
+    if not _images_elsewhere(model, packed):
+        return hidden_TC
+    blank = image_features(model, [blank_image()])
+    total = torch.stack([one.float().sum() for one in (blank.first_VC, *blank.deep_VC)]).sum()
+    return hidden_TC + 0 * total.to(hidden_TC.dtype)
+
+
+def _images_elsewhere(model: PreTrainedModel, packed: PackedRows) -> bool:
+    """Whether the tower is trained on images that other ranks show at the same time, and this one shows none. Gradients
+    are reduced together, so it must have one for the same weights."""
+    ranks = ranks_of(model)
+    if ranks.world_size == 1 or patches_of(model) is None or not torch.is_grad_enabled():
+        return False
+    if not any(p.requires_grad for part in image_parts_of(model).values() for p in part.parameters()):
+        return False
+    shown = torch.tensor([float(packed.images is not None)])
+    return any(map(bool, ranks.all_gather(shown))) and packed.images is None
+
+
+def _hidden_states(model: PreTrainedModel, packed: PackedRows) -> Tensor:
+    forward, ranks = training_forward(model), ranks_of(model)
+    positions = packed.positions_T if packed.positions_3T is None else packed.positions_3T
+    in_parts = ranks.world_size > 1 and patches_of(model) is not None
+    if (group := ranks.sequence_group) is not None:
+        assert forward == "packed", "other forwards do not divide sequences"
         attention = UlyssesAttention(PackedAttention(packed), group, len(packed.ids_T))
         own = group.tokens(len(packed.ids_T))[group.rank]
         tokens = torch.arange(own.start, own.stop, device=packed.ids_T.device)
+        seen = _image_inputs(model, packed.images, own)
         with over_tokens(tokens) if own else routed(None):  # the experts of padding do not count
-            return packed_hidden(model, group.own(packed.ids_T), group.own(packed.positions_T), attention)
+            ids, places = group.own(packed.ids_T), group.own(positions)
+            if _can_fuse(model):
+                return fused_hidden(model, ids, places, attention, compiled_ops())
+            return packed_hidden(model, ids, places, attention, seen, language_only=in_parts)
     if forward == "unpacked":
         return _unpacked_hidden(model, packed)
     if forward == "masked":
@@ -182,8 +107,8 @@ def hidden_states(model: PreTrainedModel, packed: PackedRows) -> Tensor:
     whole = PackedAttention(packed)
     if _can_fuse(model):
         return fused_hidden(model, packed.ids_T, packed.positions_T, whole, compiled_ops())
-    positions = packed.positions_T if packed.positions_3T is None else packed.positions_3T
-    return packed_hidden(model, packed.ids_T, positions, whole, _image_inputs(model, packed.images))
+    seen = _image_inputs(model, packed.images)
+    return packed_hidden(model, packed.ids_T, positions, whole, seen, language_only=in_parts)
 
 
 TrainingForward = Literal["packed", "masked", "unpacked"]
@@ -287,11 +212,16 @@ def _groups(packed: PackedRows) -> list[list[int]]:
     return groups
 
 
-def _image_inputs(model: PreTrainedModel, images: PackedImages | None) -> SeenImages | None:
-    """The features of all distinct images from one run of the vision tower, placed at their tokens."""
+def _image_inputs(model: PreTrainedModel, images: PackedImages | None, own: range | None = None) -> SeenImages | None:
+    """The features of all distinct images from one run of the vision tower, placed at their tokens: those within `own`,
+    counted from its first, if it is given."""
     if images is None:
         return None
-    return SeenImages(images.at_V, image_features(model, images.images).rows(images.feature_V))
+    at_V, feature_V = images.at_V, images.feature_V
+    if own is not None:
+        inside = (at_V >= own.start) & (at_V < own.stop)
+        at_V, feature_V = at_V[inside] - own.start, feature_V[inside]
+    return SeenImages(at_V, image_features(model, images.images).rows(feature_V))
 
 
 def compiled_ops() -> Ops:
@@ -301,28 +231,56 @@ def compiled_ops() -> Ops:
 
 
 def _can_fuse(model: PreTrainedModel) -> bool:
-    unsharded = ranks_of(model).world_size == 1  # FSDP gathers a layer's weights only while the layer itself is called
-    if not (unsharded and has_triton() and known(model)):
+    if not (has_triton() and known(model) and _units_are_layers(model)):
         return False
     return fits_one_call(torch.empty((0, 1, kv_shape(model).size), dtype=model.dtype, device=device_of(model)))
 
 
+def _units_are_layers(model: PreTrainedModel) -> bool:
+    """Whether FSDP gathers no part of a layer, and no norm or embedding, by itself."""
+    base = cast(Any, model.base_model)
+    outer = {model, *base.layers}
+    inner = (module for part in (base.layers, base.embed_tokens, base.norm) for module in part.modules())
+    return not any(isinstance(module, FSDPModule) for module in inner if module not in outer)
+
+
 def fused_hidden(
-    model: PreTrainedModel, ids_T: Tensor, positions_T: Tensor, attention: PackedAttention, ops: Ops
+    model: PreTrainedModel, ids_T: Tensor, positions_T: Tensor, attention: AttentionContext, ops: Ops
+) -> Tensor:
+    compute = partial(_fused_hidden, model, ops=ops)
+    if isinstance(model, FSDPModule) and model.base_model is model:  # the body of a critic
+        compute = partial(_called, model, compute)
+    return compute(ids_T, positions_T, attention)
+
+
+def _fused_hidden(
+    model: PreTrainedModel, ids_T: Tensor, positions_T: Tensor, attention: AttentionContext, *, ops: Ops
 ) -> Tensor:
     base = cast(Any, model.base_model)
     layers = [_FusedLayer(parts_of(module, model), model, ops) for module in base.layers]
     stream_TC = base.embed_tokens(ids_T)
     rotary = rotary_of(base, stream_TC, positions_T, {layer.parts.kind for layer in layers})
-    for number, layer in enumerate(layers):
+    for number, (module, layer) in enumerate(zip(base.layers, layers, strict=True)):
+        compute = partial(_called, module, layer) if isinstance(module, FSDPModule) else layer
         arguments = (number, stream_TC, *rotary[layer.parts.kind], attention)
-        again = base.is_gradient_checkpointing and base.training
+        again = base.training and module.gradient_checkpointing
         stream_TC = (
-            checkpoint(layer, *arguments, use_reentrant=False, context_fn=checkpoint_contexts)
+            checkpoint(compute, *arguments, use_reentrant=False, context_fn=checkpoint_contexts)
             if again
-            else layer(*arguments)
+            else compute(*arguments)
         )
     return ops.rms_norm(stream_TC, base.norm.weight, layers[0].eps, offset=layers[0].offset)
+
+
+def _called(module: Any, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    """`function(*arguments)` in place of the module's own forward, within the hooks of its call."""
+    assert "forward" not in vars(module), "nothing else replaces the forward of a sharded layer"
+    module.forward = function
+    try:
+        result: Tensor = nn.Module.__call__(module, *arguments)  # not that of a class that checkpoints by itself
+    finally:
+        del module.forward
+    return result
 
 
 class _FusedLayer:
@@ -336,7 +294,7 @@ class _FusedLayer:
         self.size = kv_shape(model).size
 
     def __call__(
-        self, number: int, stream_TC: Tensor, cos_TD: Tensor, sin_TD: Tensor, attention: PackedAttention
+        self, number: int, stream_TC: Tensor, cos_TD: Tensor, sin_TD: Tensor, attention: AttentionContext
     ) -> Tensor:
         parts = self.parts
         x_TC = self._norm(stream_TC, parts.input_norm)
@@ -347,18 +305,17 @@ class _FusedLayer:
         mlp = parts.mlp
         if not dense(mlp):
             return stream_TC + self._norm(through_module(mlp, x_TC), parts.mlp_norm)
-        product = self.ops.gated(linear(mlp.gate_proj, x_TC), linear(mlp.up_proj, x_TC), self.activation)
-        return stream_TC + self._norm(linear(mlp.down_proj, product), parts.mlp_norm)
+        product = self.ops.gated(*linear_layers([mlp.gate_proj, mlp.up_proj], x_TC), self.activation)
+        return stream_TC + self._norm(linear_layers([mlp.down_proj], product)[0], parts.mlp_norm)
 
-    def _attend(self, number: int, x_TC: Tensor, cos_TD: Tensor, sin_TD: Tensor, attention: PackedAttention) -> Tensor:
+    def _attend(self, number: int, x_TC: Tensor, cos_TD: Tensor, sin_TD: Tensor, attention: AttentionContext) -> Tensor:
         own, parts = self.parts.attention, self.parts
-        q_THD, k_TKD, v_TKD = (
-            linear(layer, x_TC).unflatten(1, (-1, self.size)) for layer in (own.q_proj, own.k_proj, own.v_proj)
-        )
+        projected = linear_layers([own.q_proj, own.k_proj, own.v_proj], x_TC)
+        q_THD, k_TKD, v_TKD = (x.unflatten(1, (-1, self.size)) for x in projected)
         q_THD = self.ops.rotate(self._head_norm(q_THD, parts.q_norm), cos_TD, sin_TD)
         k_TKD = self.ops.rotate(self._head_norm(k_TKD, parts.k_norm), cos_TD, sin_TD)
         mixed_THD = attention.attend(number, q_THD, k_TKD, v_TKD, Scores(parts.scale, parts.window))
-        return linear(own.o_proj, mixed_THD.flatten(1))
+        return linear_layers([own.o_proj], mixed_THD.flatten(1))[0]
 
     def _norm(self, x_TC: Tensor, norm: Norm | None) -> Tensor:
         return x_TC if norm is None else self.ops.rms_norm(x_TC, norm.weight, self.eps, offset=self.offset)

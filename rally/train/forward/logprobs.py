@@ -68,7 +68,9 @@ def _token_logprobs(
         logp_U, entropy_U = _any_head(model, hidden_UC, targets_U, masks, temperature, rows, entropy_gradient)
     else:
         divisor = temperature / (head_scale(model) or 1.0)
-        logp_U, entropy_U = HeadLogprobs.apply(hidden_UC, weight, targets_U, divisor, rows, entropy_gradient, masks)
+        keep = packed.keep_probabilities and torch.is_grad_enabled() and not entropy_gradient
+        options = (rows, entropy_gradient, masks, keep)
+        logp_U, entropy_U = HeadLogprobs.apply(hidden_UC, weight, targets_U, divisor, *options)
     columns_U = (
         None if of_logits is None else _over_logits(model, hidden_UC, share, temperature, rows, of_logits, masks)
     )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from rally.loops import Job
 from rally.train.rollout.rollout import FailurePolicy, RolloutResult, by_policy, policy_for, usable
-from rally.types import Episode, RallyError
+from rally.types import Episode, RallyError, finite_number
 
 REWARD_NAMES = ("reward", "seq_reward", "seq_final_reward")
 
@@ -136,10 +136,10 @@ def metric_of(episode: Episode, metric: str) -> float:
         return episode.reward
     score = info.get("score", episode.reward)
     value = info.get(metric, score if metric in ("score", "acc") else None)
-    if not isinstance(value, (bool, int, float)):
+    if not isinstance(value, (bool, int, float)) or (number := finite_number(value)) is None:
         known = ", ".join(key for key, number in info.items() if isinstance(number, (bool, int, float)))
         raise MetricError(
             f"algorithm.filter_groups.metric={metric} is not a number in the reward of episode {episode.id}; "
             f"use reward, or one of its numbers: {known or 'none'}"
         )
-    return float(value)
+    return number

@@ -21,15 +21,17 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
+from rally.images.loading import loaded_images
 from rally.loops import Job, Runner
 from rally.nodes import LOCAL, Node, NodeError, NodeProcess
 from rally.track.run_folder.episode_json import Json, episode_from_json, task_to_json
+from rally.track.run_folder.folder import ImageFolder
 from rally.types import Episode, RallyError, SamplingParams
 from rally.util.frames import FrameError, read_frame, write_frame
 
@@ -58,9 +60,10 @@ class ServerSource(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class LoopWorkerSettings:
     count: int
-    max_jobs: int  # with one worker at a time
+    max_jobs: int  # with one worker at a time, for `servers`; more servers may join
+    servers: int = 1
     plan: Json = field(repr=False)  # what a worker builds its loops from
-    logs: Path
+    run: Path  # the run folder
     start_seconds: float = 300.0
     heartbeat_seconds: float = 20.0  # without a heartbeat, after which a worker hangs
     blocked_seconds: float = 300.0  # in which nothing else could run in a worker, after which it hangs
@@ -102,6 +105,7 @@ class LoopWorkerPool:
 
     def __init__(self, settings: LoopWorkerSettings, nodes: Sequence[Node], servers: ServerSource) -> None:
         self.settings, self._nodes, self._servers = settings, tuple(nodes), servers
+        self.logs, self._images = settings.run / "loop_workers", ImageFolder(settings.run)
         self._numbers = itertools.count()
         self._waiting: deque[_Pending] = deque()
         self._unanswered: dict[int, _Pending] = {}
@@ -111,6 +115,7 @@ class LoopWorkerPool:
         self._thread = threading.Thread(target=self._run, name="rally-loop-workers", daemon=True)
         self._closing = threading.Event()
         self._address = ""
+        self._max_jobs = settings.max_jobs  # for the servers that there are now
         self._failure: LoopWorkerError | None = None
         self._finished: Counter[str] = Counter()  # counts of workers that have ended
         self._lap: Counter[str] = Counter()
@@ -121,8 +126,11 @@ class LoopWorkerPool:
 
     async def play(self, job: Job, sampling: SamplingParams, ends_at: float | None) -> Episode:
         """Have a worker play and score a job. `ends_at` is the deadline of the step, by time.perf_counter."""
+        task = _task_json(job)
+        if images := loaded_images(job.task.prompt):
+            await asyncio.to_thread(self._images.save_images, images)
         message = {
-            "job": {**vars(job), "task": _task_json(job)},
+            "job": {**vars(job), "task": task},
             "sampling": asdict(sampling),
         }
         pending = _Pending(next(self._numbers), message, ends_at, concurrent.futures.Future())
@@ -136,7 +144,7 @@ class LoopWorkerPool:
             raise
         finally:
             del self._unanswered[pending.number]
-        return episode_from_json(answer)
+        return episode_from_json(self._images.restored(answer))
 
     def _schedule(self, work: Callable[..., None], *args: Any) -> bool:
         """Run something in the thread of the connections. False if it has ended."""
@@ -262,7 +270,7 @@ class LoopWorkerPool:
         if not nodes:
             raise LoopWorkerError("no node is left to play episodes on")
         node = nodes[worker.number % len(nodes)]
-        log = self.settings.logs / f"loop-worker-{worker.number}.log"
+        log = self.logs / f"loop-worker-{worker.number}.log"
         command = [sys.executable, "-m", MODULE, self._address, str(worker.number)]
         worker.starts += 1
         worker.started, worker.blocked, worker.warned = time.monotonic(), 0.0, False
@@ -298,7 +306,7 @@ class LoopWorkerPool:
                     pending,
                     LoopWorkerError(
                         f"episode {pending.message['job']['episode_id']} was with {pending.attempts} loop workers, and "
-                        f"each of them died or hung; see {self.settings.logs}"
+                        f"each of them died or hung; see {self.logs}"
                     ),
                 )
             elif not pending.future.cancelled():
@@ -386,7 +394,7 @@ class LoopWorkerPool:
     def _dispatch(self) -> None:
         """Give waiting jobs to the workers with the fewest."""
         while self._waiting:
-            ready = [w for w in self._workers if w.writer is not None and len(w.jobs) < self.settings.max_jobs]
+            ready = [w for w in self._workers if w.writer is not None and len(w.jobs) < self._max_jobs]
             if not ready:
                 return
             pending = self._waiting.popleft()
@@ -405,9 +413,12 @@ class LoopWorkerPool:
                 self._answer(pending, LoopWorkerError(f"the job cannot be sent to a loop worker: {problem}"))
 
     def _tell_servers(self) -> None:
+        settings, servers = self.settings, len(self._servers.describe_servers()["servers"])
+        self._max_jobs = -(-settings.max_jobs * max(servers, settings.servers) // settings.servers)
         for worker in self._workers:
             if worker.jobs:
                 self._tell(worker)
+        self._dispatch()
 
     def _tell(self, worker: _LoopWorker, refresh: int | None = None) -> None:
         """Send the list of servers if it has changed, or if the worker asked for it with a number."""
@@ -442,8 +453,9 @@ class LoopWorkerRunner(Runner):
 
 
 def _task_json(job: Job) -> Json:
+    """The row as JSON. Images of its prompt are sent as files of the run folder."""
     task = task_to_json(job.task)
-    if (name := _opaque(task)) is not None:
+    if (name := _opaque(task, {image.hash for image in loaded_images(job.task.prompt)})) is not None:
         raise LoopWorkerError(
             f"row {job.task.id} holds a {name}, which cannot be sent to a loop worker; set "
             "rollout.agent.num_workers=1, or store it as text or numbers"
@@ -451,12 +463,13 @@ def _task_json(job: Job) -> Json:
     return task
 
 
-def _opaque(value: Any) -> str | None:
-    """The type of a value within JSON that could not be written as such, and of images."""
+def _opaque(value: Any, images: Collection[str]) -> str | None:
+    """The type of a value within JSON that could not be written as such, and of an image that is not one of `images`,
+    by their hashes."""
     if isinstance(value, dict):
-        if "$repr" in value or "$image" in value:
+        if "$repr" in value or ("$image" in value and value["$image"] not in images):
             return str(value.get("type", "picture"))
-        return next((found for item in value.values() if (found := _opaque(item)) is not None), None)
+        return next((found for item in value.values() if (found := _opaque(item, images)) is not None), None)
     if isinstance(value, list):
-        return next((found for item in value if (found := _opaque(item)) is not None), None)
+        return next((found for item in value if (found := _opaque(item, images)) is not None), None)
     return None

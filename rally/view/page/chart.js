@@ -57,7 +57,10 @@ function bounds(lines) {
 }
 
 function short(value, size) {
-  if (value !== 0 && (Math.abs(value) >= 1e5 || size < 1e-4)) return value.toExponential(0);
+  if (value !== 0 && (Math.abs(value) >= 1e5 || size < 1e-4)) {
+    const digits = Math.floor(Math.log10(Math.abs(value))) - Math.floor(Math.log10(size) + 1e-9);
+    return value.toExponential(Math.min(Math.max(0, digits), 4)); // enough to tell the next tick apart
+  }
   return value.toFixed(Math.max(0, -Math.floor(Math.log10(size) + 1e-9)));
 }
 

@@ -6,12 +6,13 @@ import { told } from "./filters.js";
 import { clip, h, number, put, rewardChip, stopChip } from "./dom.js";
 import { extent } from "./extent.js";
 import { live } from "./live.js";
+import { turnsInOrder } from "./tree.js";
 
 const MOST = 500; // episodes of a task
 const CUT = 20000; // characters of a turn that are compared
 
 function turnsOf(one) {
-  return one.turns.map((turn) => ({
+  return turnsInOrder(one).map((turn) => ({
     role: turn.role,
     text: turn.text || turn.tool_results.map((r) => r.response.text ?? "").join("\n"),
   }));

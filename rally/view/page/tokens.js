@@ -54,7 +54,9 @@ export function sharedAdvantage(one) {
 
 export function scaleOf(episodes) {
   const spans = episodes.flatMap((one) => one.segments.flatMap((segment) => segment.advantages ?? []));
-  return { advantages: spans.length > 0, best: extent([1e-9, ...spans.map(([value]) => Math.abs(value))])[1] };
+  const validation = episodes.every((one) => one.validate); // nothing of which is trained on
+  const best = extent([1e-9, ...spans.map(([value]) => Math.abs(value))])[1];
+  return { validation, advantages: spans.length > 0, best };
 }
 
 // Advantages are written after the episode is; until then there is something to wait for.
@@ -159,7 +161,7 @@ export function colourBar(app, scale, changed) {
   };
   const keys = {
     mask: [
-      ["t sampled", "sampled: trained on"],
+      ["t sampled", scale.validation ? "sampled" : "sampled: trained on"],
       ["t observed", "put there by a tool, a user or the template"],
     ],
     logprob: [

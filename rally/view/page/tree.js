@@ -17,6 +17,12 @@ export function childrenOf(one, n) {
   return found.sort((a, b) => began(one, a) - began(one, b) || a - b);
 }
 
+// The turns as the page of the episode shows them: those of a segment, then of the segments that continue it.
+export function turnsInOrder(one) {
+  const after = (n) => childrenOf(one, n).flatMap((child) => [...ofSegment(one, child), ...after(child)]);
+  return after(null);
+}
+
 // A policy turn whose tokens all have mask 0 was excluded by the agent.
 export function excluded(one, turn) {
   const mask = one.segments[turn.segment]?.response_mask.slice(turn.start, turn.end) ?? [];

@@ -12,11 +12,12 @@ from torch import Tensor
 Result = TypeVar("Result")
 
 INTERPRET = "TRITON_INTERPRET"
+INTERPRETED = os.environ.get(INTERPRET) == "1"
 HAS_TRITON = find_spec("triton") is not None
 
 # Triton reads the variable when it is imported, so test_kernels_interpreter.py starts a process of its own for these.
 # fp16 and fp32 only: the interpreter truncates bf16 instead of rounding it.
-interpreted = pytest.mark.skipif(os.environ.get(INTERPRET) != "1", reason="runs inside test_kernels_interpreter.py")
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs inside test_kernels_interpreter.py")
 
 
 def gpu(test: Callable[..., None]) -> Callable[..., None]:

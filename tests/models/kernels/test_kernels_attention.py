@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_cases import INTERPRETED
 from torch import Tensor
 
 from rally.models.kernels import reference
 from rally.models.kernels.attention_tiles import BLOCK_M
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda")
 PAGE = 16
 KV_HEADS = 2
@@ -291,7 +291,7 @@ def test_extend_of_a_token_ignores_how_chunks_are_cut(case: Case) -> None:
     )
     whole = extend(packed, q, torch.full_like(q, NAN), chunks, case, block_m=64, page_size=1)
     for other in (alone, whole):
-        torch.testing.assert_close(other, out, atol=1e-6 if INTERPRETED else 0, rtol=0)
+        torch.testing.assert_close(other, out, atol=3e-6 if INTERPRETED else 0, rtol=0)
 
 
 @pytest.mark.gpu
@@ -339,19 +339,3 @@ def test_kernels_in_the_interpreter() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _index_of_one_element() -> None:
-    """Triton 3.6's interpreter takes int() of arrays with one element, which NumPy 2.4 refuses."""
-    if not INTERPRETED:
-        return
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    interpreter._patch_lang_tensor = patched

@@ -14,7 +14,19 @@ def test_kernels_in_the_interpreter() -> None:
     here = Path(__file__).parent
     files = [
         f"test_kernels_{room}.py"
-        for room in ("norm", "rotary", "activation", "gradients", "sampling", "matmul", "scan_step", "grouped_linear")
+        for room in (
+            "norm",
+            "rotary",
+            "activation",
+            "gradients",
+            "sampling",
+            "matmul",
+            "scan_step",
+            "grouped_linear",
+            "fp8_linear",
+            "token_logprobs",
+            "branch_sum",
+        )
     ]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-n", "0", "-k", "interpreted", *files],

@@ -139,7 +139,10 @@ def empty_state(run: Path, folder: Path) -> None:
     [
         (other_model, "are not those of the model that its config.json describes: .* is missing, and"),
         (other_shapes, "cannot be loaded"),
-        (other_optimizer, r"trainer.pt does not fit this run \(.* has the shape .*, its optimizer state \(3,\)\)"),
+        (
+            other_optimizer,
+            r"trainer.pt does not fit this run \(exp_avg of .* should have the shape .*, and has \(3,\)\)",
+        ),
         (empty_state, "trainer.pt does not fit this run"),
     ],
 )

@@ -200,6 +200,21 @@ def test_a_copy_is_equal_and_shares_no_memory(state: Any) -> None:
     assert repr(mine) == before
 
 
+def test_what_is_in_main_memory_is_written_from_there_if_training_waits() -> None:
+    """A part of a larger tensor is copied all the same: torch would save the whole."""
+    whole, large = torch.arange(6.0), torch.zeros(100)
+    found = copied({"whole": whole, "part": large[:3], "tied": whole}, in_place=True)
+    assert found["whole"] is whole is found["tied"]
+    assert found["part"].untyped_storage().nbytes() == 12
+    policy = small_policy(make_model())
+    learn(policy, 1)
+    state = policy.state()
+    shared = copied(state, in_place=True)
+    numbers = [one["exp_avg"] for one in state["optimizer"]["state"].values()]
+    for mine, theirs in zip(numbers, shared["optimizer"]["state"].values(), strict=True):
+        assert mine.data_ptr() == theirs["exp_avg"].data_ptr()
+
+
 def test_tied_weights_are_copied_once_and_views_are_not_taken_for_each_other() -> None:
     whole = torch.arange(12.0)
     state = {"a": whole[:6], "b": whole[:6], "c": whole[6:], "d": whole[:6].view(2, 3)}

@@ -15,7 +15,7 @@ from rally.models.decoder_families import known
 from rally.models.kernels import reference
 from rally.models.lora import LoraSettings, add_adapters, without_adapters
 from rally.train.forward import fused_layers
-from rally.train.forward.fused_layers import PackedAttention
+from rally.train.forward.packed_attention import PackedAttention
 from rally.train.packing import PackedRows, Row, pack
 
 SPECIFIED = fused_layers.Ops(reference.rms_norm, reference.add_and_norm, reference.gated, reference.rotate)

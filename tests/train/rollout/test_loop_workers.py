@@ -8,12 +8,14 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ray_nodes import family
 from train_cases import TASK
+from vision_cases import make_image
 
 from rally.distributed.loop_worker import HEARTBEAT_SECONDS, Heartbeat
 from rally.loops import Job
@@ -79,10 +81,10 @@ asyncio.run(main())
 
 class Servers:
     def __init__(self) -> None:
-        self.version = 1
+        self.version, self.servers = 1, 1
 
     def describe_servers(self) -> dict[str, Any]:
-        return {"version": self.version, "servers": []}
+        return {"version": self.version, "servers": [{}] * self.servers}
 
 
 @pytest.fixture(autouse=True)
@@ -103,9 +105,7 @@ async def pool_of(
     tmp_path: Path, count: int = 2, max_jobs: int = 4, heartbeat: float = 60.0, **plan: Any
 ) -> AsyncIterator[LoopWorkerPool]:
     given = {"deadly": -1, "kept": -1, "once": str(tmp_path / "once"), "blocked": 0.0, **plan}
-    settings = LoopWorkerSettings(
-        count=count, max_jobs=max_jobs, plan=given, logs=tmp_path / "logs", heartbeat_seconds=heartbeat
-    )
+    settings = LoopWorkerSettings(count=count, max_jobs=max_jobs, plan=given, run=tmp_path, heartbeat_seconds=heartbeat)
     pool = LoopWorkerPool(settings, [LOCAL], Servers())
     pool.start()
     try:
@@ -214,7 +214,7 @@ async def test_no_job_waits_for_workers_that_are_gone(tmp_path: Path) -> None:
     class Elsewhere(LocalNode):
         address = "192.0.2.1"  # none of this machine
 
-    settings = LoopWorkerSettings(count=1, max_jobs=1, plan={}, logs=tmp_path)
+    settings = LoopWorkerSettings(count=1, max_jobs=1, plan={}, run=tmp_path)
     pool = LoopWorkerPool(settings, [Elsewhere()], Servers())
     early = asyncio.create_task(play(pool, 2))
     await asyncio.sleep(0)
@@ -245,6 +245,30 @@ async def test_errors_and_cancelled_jobs(tmp_path: Path) -> None:
         picture = Task(**{**vars(TASK), "extra_info": {"deep": [{"thing": object()}]}})
         with pytest.raises(LoopWorkerError, match=r"holds a builtins.object, which cannot be sent to a loop worker"):
             await play(pool, 1, task=picture)
+
+
+async def test_a_server_that_joins_gets_further_jobs(tmp_path: Path) -> None:
+    async with pool_of(tmp_path, count=1, max_jobs=1, kept=9) as pool:
+        kept, waiting = (asyncio.create_task(play(pool, seed)) for seed in (9, 10))
+        await until(lambda: bool(pool._workers[0].jobs) and bool(pool._waiting))
+        pool._servers.servers = 2  # type: ignore[attr-defined]
+        assert (await asyncio.wait_for(waiting, 30)).id == "e10"
+        kept.cancel()
+
+
+async def test_images_of_a_row_travel_as_files_of_the_run(tmp_path: Path) -> None:
+    image = make_image(3)
+    shown = replace(TASK, prompt=({"role": "user", "content": [{"type": "image", "image": image}]},))
+    async with pool_of(tmp_path, count=1) as pool:
+        several = await asyncio.gather(*(play(pool, seed, task=shown) for seed in range(1, 5)))
+        for episode in several:
+            found = episode.task.prompt[0]["content"][0]["image"]
+            assert found == image and found.path == str(tmp_path / f"images/{image.hash}.png")
+            assert found.read() == image.read()
+        elsewhere = replace(TASK, extra_info={"picture": image})
+        with pytest.raises(LoopWorkerError, match="holds a picture, which cannot be sent"):
+            await play(pool, 1, task=elsewhere)
+    assert [file.name for file in (tmp_path / "images").iterdir()] == [f"{image.hash}.png"]
 
 
 @pytest.mark.drill("security", "A stranger connects as a loop worker", "It lacks the token and gets nothing")

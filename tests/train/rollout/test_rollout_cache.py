@@ -103,9 +103,14 @@ def test_an_episode_whose_tool_was_down_is_not_kept(tmp_path: Path, monkeypatch:
 def test_what_another_model_or_other_prompts_sampled_is_not_taken(home: Path, tmp_path: Path) -> None:
     places = {
         rollout_cache_dir(run_config(home, tmp_path, f"{R}.skip_rollout=true", word))
-        for word in (f"{R}.n=4", f"{R}.temperature=0.7", f"actor_rollout_ref.model.path={tmp_path}")
+        for word in (
+            f"{R}.n=4",
+            f"{R}.temperature=0.7",
+            f"{R}.quantization=fp8",
+            f"actor_rollout_ref.model.path={tmp_path}",
+        )
     }
-    assert len(places) == 3
+    assert len(places) == 4
 
 
 def test_pictures_of_episodes_are_kept_with_them(tmp_path: Path) -> None:

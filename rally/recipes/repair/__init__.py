@@ -1,0 +1,1 @@
+"""mini-swe-agent on small generated repositories; hidden tests give the reward."""

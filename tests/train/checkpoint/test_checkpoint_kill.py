@@ -68,12 +68,14 @@ def hold(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def killed(home: Path, tmp_path_factory: pytest.TempPathFactory, hold: Path) -> Path:
     """A run that was killed in step 6: checkpoints of steps 2 and 4, metrics up to step 5."""
     folder = tmp_path_factory.mktemp("killed")
+    # Checkpoints are written in the background, so the rewards of step 6 do not say that step 4 is on disk.
+    written = folder / "run" / "checkpoints" / "global_step_4"
     hold.touch()
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(command(write_config(home, folder)), stdout=log, stderr=log)
     try:
         deadline = time.monotonic() + 120
-        while hold.stat().st_size <= HELD:
+        while hold.stat().st_size <= HELD or not written.exists():
             assert process.poll() is None and time.monotonic() < deadline, (folder / "log").read_text()
             time.sleep(0.05)
     finally:

@@ -7,6 +7,11 @@
 `imports` finds all reward functions, agent loops, tools, simulated users, data sets and samplers in `examples/`,
 `recipe/` and `tests/`, and verl's own agent loops. It imports each file as a run would, in a process of its own, and
 prints what failed with the reason. The working directory has `examples` and `recipe`, as in a checkout of verl.
+
+    python -m benchmarks.verl_examples objectives verl
+
+registers the policy losses and advantage estimators of verl's own `core_algos.py` as a user's, and compares losses,
+gradients and advantages with those of Rally's functions of the same name.
 """
 
 from __future__ import annotations
@@ -16,10 +21,19 @@ import ast
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
+from rally.algos import credit_assignment, losses
+from rally.algos.credit_assignment import CreditSettings, Scored
+from rally.algos.losses import Sampled, SurrogateSettings
+from rally.compat.verl import core_algos
+from rally.config import Config
 from rally.importing import import_file
 from rally.types import RallyError
 
@@ -115,12 +129,70 @@ def imports(checkouts: list[Path]) -> None:
         print(f"{kind}: {good} of {total} import")
 
 
+def _loss(mode: str, aggregation: str) -> Tensor:
+    """The gradient of the loss of ten made-up tokens of four rows, and the loss as the last number."""
+    generator = torch.Generator().manual_seed(0)
+    row_M = torch.tensor([0, 0, 0, 1, 2, 2, 3, 3, 3, 3])
+    old_M = -2 * torch.rand(10, generator=generator)
+    logp_M = (old_M + 0.4 * torch.randn(10, generator=generator)).requires_grad_()
+    tokens = Sampled(logp_M, old_M, torch.randn(4, generator=generator)[row_M], row_M, 4)
+    keys = {**Config().actor.model_dump(mode="json"), "loss_agg_mode": aggregation}
+    settings = SurrogateSettings(mode=mode, keys=keys)
+    losses.check_policy_loss(settings)
+    loss_M = losses.policy_loss(tokens, settings).loss_M
+    weights_E = losses.token_weights(torch.bincount(row_M), aggregation)  # type: ignore[arg-type]
+    loss = (loss_M * weights_E[row_M]).sum()
+    return torch.cat([torch.autograd.grad(loss, logp_M)[0], loss.detach()[None]])
+
+
+def _advantages(estimator: str) -> Tensor:
+    """The advantages of eight made-up episodes of two groups."""
+    rewards_N = torch.tensor([1.0, 0.0, 0.5, 1.0, 0.0, 0.0, 1.0, 1.0], dtype=torch.float64)
+    groups_N, tokens_N = torch.arange(8) // 4, torch.tensor([3, 2, 5, 1, 4, 4, 2, 6])
+    scored = Scored(rewards_N, groups_N, tokens_N, baselines_N=torch.full((8,), 0.3, dtype=torch.float64))
+    keys = Config().algorithm.model_dump(mode="json")
+    settings = CreditSettings(estimator=estimator, keys=keys)
+    credit_assignment.check_estimator(settings)
+    return credit_assignment.token_advantages(scored, settings)
+
+
+def _compare(what: str, name: str, numbers: Callable[[str], Tensor], known: bool) -> None:
+    try:
+        theirs_X = numbers(f"verl_{name}")
+    except RallyError as refused:
+        print(f"refused {what} {name}: {refused}")
+        return
+    apart = f"{float((theirs_X - numbers(name)).abs().max()):.1e} apart" if known else "Rally has none of this name"
+    print(f"ran     {what} {name}: {apart}")
+
+
+KNOWN = losses.BUILT_IN - {"clip_cov", "kl_cov"}  # which mark tokens in the whole mini-batch
+
+
+def objectives(checkout: Path) -> None:
+    """Compare the functions of verl's core_algos.py with Rally's. Its own agg_loss is replaced by that which files of
+    users import."""
+    module = import_file(checkout / "verl/trainer/ppo/core_algos.py", "verl")
+    module.agg_loss = core_algos.agg_loss  # type: ignore[attr-defined]
+    for name, function in sorted(module.POLICY_LOSS_REGISTRY.items()):
+        core_algos.register_policy_loss(f"verl_{name}")(function)
+        for aggregation in ("token-mean", "seq-mean-token-mean"):
+            _compare(f"loss ({aggregation})", name, partial(_loss, aggregation=aggregation), name in KNOWN)
+    for name, function in sorted(module.ADV_ESTIMATOR_REGISTRY.items()):
+        core_algos.register_adv_est(f"verl_{name}")(function)
+        _compare("estimator", name, _advantages, name in credit_assignment.BUILT_IN)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("imports").add_argument("checkouts", nargs="+", type=Path)
+    commands.add_parser("objectives").add_argument("checkout", type=Path)
     arguments = parser.parse_args()
-    imports(arguments.checkouts)
+    if arguments.command == "objectives":
+        objectives(arguments.checkout)
+    else:
+        imports(arguments.checkouts)
 
 
 if __name__ == "__main__":

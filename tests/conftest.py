@@ -147,3 +147,18 @@ def forked() -> Iterator[None]:
     """Programs of Rally that the test starts are forked from a process that has imported torch."""
     with forked_children():
         yield
+
+
+@pytest.fixture
+def own_objectives() -> Iterator[None]:
+    """What the test registers is forgotten after it."""
+    from rally.algos.advantages import ESTIMATORS
+    from rally.algos.credit_assignment import TOKEN_ESTIMATORS
+    from rally.algos.losses import SURROGATES
+
+    registries: tuple[dict[str, Any], ...] = (SURROGATES, ESTIMATORS, TOKEN_ESTIMATORS)
+    kept = [dict(registry) for registry in registries]
+    yield
+    for registry, before in zip(registries, kept, strict=True):
+        registry.clear()
+        registry.update(before)

@@ -83,7 +83,7 @@ def _exists(key: str) -> bool:
     """Whether the schema has the key, or the key is inside a mapping with the user's own keys."""
     open_ended = (
         *("custom_reward_function.reward_kwargs.", "actor_rollout_ref.rollout.agent_loop_config."),
-        *("distillation.teacher_models.", "env.args."),
+        *("distillation.teacher_models.", "env.args.", "actor_rollout_ref.actor.policy_loss.loss_kwargs."),
     )
     return key.startswith(open_ended) or key in {*Config.keys(), *SftConfig.keys()}
 

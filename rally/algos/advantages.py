@@ -178,8 +178,8 @@ def _centred(rewards_N: Tensor, statistics: GroupStatistics) -> Tensor:
     return torch.where(statistics.std_N == 0, torch.zeros_like(off), off)
 
 
-Estimator = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
-"""(rewards, groups, sampled tokens, by_std) of samples -> their advantages."""
+Estimator = Callable[..., Tensor]
+"""(rewards, groups, sampled tokens, by_std, **kwargs) of samples -> their advantages."""
 
 ESTIMATORS: dict[str, Estimator] = {
     "grpo": lambda rewards, groups, _tokens, by_std: grpo(rewards, groups, by_std=by_std),

@@ -2,21 +2,27 @@
 
 Pure tensor functions. The samples to compare and the estimator are chosen independently: the samples may be episodes,
 all turns of a group, turns with the same number, or turns in the same state, and any group-relative estimator applies.
+`register_adv_estimator` and `register_token_estimator` add estimators of a user's module (docs/methods.md).
 
 Shapes: N episodes, K assistant turns of all of them in order, M sampled tokens in the same order, C components.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from rally.algos.advantages import ESTIMATORS, discounted, group_sum, grpo, optimal_token_baseline, whiten
+from rally.algos.advantages import ESTIMATORS, Estimator, discounted, group_sum, grpo, optimal_token_baseline, whiten
+from rally.types import RallyError
 
 TOKEN_BASELINES = ("optimal_token_baseline", "tir_optimal_token_baseline")
+BUILT_IN = frozenset(
+    (*ESTIMATORS, *TOKEN_BASELINES, "reinforce_plus_plus", "remax", "gdpo", "gigpo", "gae", "turn_gae")
+)
 TurnRewards = Literal["trajectory", "returns", "turn_baseline"]
 
 
@@ -31,6 +37,8 @@ class CreditSettings:
     lam: float = 1.0
     step_weight: float = 1.0  # weight of GiGPO's step advantage, added to that of the episode
     components: tuple[str, ...] = ()  # of the reward, which GDPO normalizes separately
+    kwargs: Mapping[str, Any] = field(default_factory=dict)  # arguments of a registered estimator
+    keys: Mapping[str, Any] = field(default_factory=dict)  # the section `algorithm`, for an estimator written for verl
 
     @property
     def needs_greedy(self) -> bool:
@@ -75,8 +83,46 @@ class Scored(NamedTuple):
     energies_M: Tensor | None = None
 
 
+TokenEstimator = Callable[..., Tensor]
+"""(scored, settings, **kwargs) -> the advantage of each sampled token, episode by episode."""
+
+TOKEN_ESTIMATORS: dict[str, TokenEstimator] = {}
+E = TypeVar("E", bound=Callable[..., Tensor])
+
+
+class EstimatorError(RallyError):
+    """A registered advantage estimator that cannot be trained with."""
+
+
+def register_adv_estimator(name: str) -> Callable[[E], E]:
+    """Decorator: `algorithm.adv_estimator=name` compares samples (episodes, or turns if these have rewards) with this
+    function of (rewards_N, groups_N, tokens_N, by_std, **kwargs), which returns their advantages."""
+    return _registering(name, ESTIMATORS)
+
+
+def register_token_estimator(name: str) -> Callable[[E], E]:
+    """Decorator: `algorithm.adv_estimator=name` uses this function of (scored, settings, **kwargs), which returns the
+    advantage of each sampled token."""
+    return _registering(name, TOKEN_ESTIMATORS)
+
+
+def _registering(name: str, registry: dict[str, Estimator]) -> Callable[[E], E]:
+    def add(function: E) -> E:
+        if name in BUILT_IN:
+            raise EstimatorError(f"{name} is an advantage estimator of Rally; register yours under another name")
+        for known in (ESTIMATORS, TOKEN_ESTIMATORS):
+            known.pop(name, None)
+        registry[name] = function
+        return function
+
+    return add
+
+
 def token_advantages(scored: Scored, settings: CreditSettings) -> Tensor:
     """The advantage of each sampled token, episode by episode."""
+    if settings.estimator in TOKEN_ESTIMATORS:
+        advantages_M = TOKEN_ESTIMATORS[settings.estimator](scored, settings, **settings.kwargs)
+        return _checked(advantages_M, int(scored.tokens_N.sum()), "sampled tokens", settings)
     if settings.estimator == "reinforce_plus_plus":
         return whiten(discounted(token_rewards(scored, settings), scored.tokens_N, settings.gamma))
     if settings.estimator == "gigpo":
@@ -151,7 +197,39 @@ def _gdpo(scored: Scored, settings: CreditSettings) -> Tensor:
 
 
 def _estimate(settings: CreditSettings, rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
-    return ESTIMATORS[settings.estimator](rewards_N, groups_N, tokens_N, settings.by_std)
+    advantages_N = ESTIMATORS[settings.estimator](rewards_N, groups_N, tokens_N, settings.by_std, **settings.kwargs)
+    if settings.estimator in BUILT_IN:
+        return advantages_N
+    return _checked(advantages_N, len(rewards_N), "samples", settings)
+
+
+def _checked(advantages_X: object, count: int, what: str, settings: CreditSettings) -> Tensor:
+    """What a registered estimator returned, as float32; EstimatorError unless it is one finite number for each."""
+    problem = f"the advantage estimator {settings.estimator}"
+    if not isinstance(advantages_X, Tensor) or advantages_X.shape != (count,):
+        found = list(advantages_X.shape) if isinstance(advantages_X, Tensor) else type(advantages_X).__name__
+        raise EstimatorError(f"{problem} returned {found} for {count} {what}; return one number for each")
+    if not advantages_X.isfinite().all():
+        raise EstimatorError(f"{problem} returned advantages that are not finite; correct the function")
+    return advantages_X.detach().cpu().float()
+
+
+def check_estimator(settings: CreditSettings) -> None:
+    """Raise EstimatorError if a registered estimator fails on four made-up episodes of two groups, of which one has no
+    sampled token."""
+    if settings.estimator in BUILT_IN:
+        return
+    turns = Turns(*map(torch.tensor, ([0, 0, 1, 2], [2, 1, 2, 1], [0.0, 0.5, 0.0, 0.0], [0, 1, 0, 2])))
+    rewards_N, groups_N, tokens_N = map(torch.tensor, ([1.0, 0.0, 0.5, 0.0], [0, 0, 1, 1], [3, 2, 1, 0]))
+    try:
+        token_advantages(Scored(rewards_N.double(), groups_N, tokens_N, turns=turns), settings)
+    except RallyError:
+        raise
+    except Exception as error:  # the function is the user's
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise EstimatorError(
+            f"the advantage estimator {settings.estimator} fails on made-up episodes: {reason}; correct the function"
+        ) from error
 
 
 def _with_peers(advantages_K: Tensor, peers_K: Tensor) -> Tensor:

@@ -2,29 +2,38 @@
 
 Each objective maps log-probabilities and advantages to one loss per sampled token. A sequence is one row: the sampled
 tokens of one segment. No objective depends on how rows are grouped into micro-batches. To add an objective, write a
-function and add it to `SURROGATES`.
+function and register it with `register_policy_loss`, here or in a module of yours (docs/methods.md).
 
 Shapes: M sampled tokens of R rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+from rally.types import RallyError
 
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
 class PolicyLoss(NamedTuple):
-    """The loss of each token, and which tokens are clipped."""
+    """The loss of each token, and which tokens are clipped. The mean of each of `values`, one number per token, becomes
+    the metric actor/<name>."""
 
     loss_M: Tensor
     clipped_M: Tensor
     clipped_lower_M: Tensor
+    values: Mapping[str, Tensor] = MappingProxyType({})
+
+
+class PolicyLossError(RallyError):
+    """A registered policy loss that cannot be trained with."""
 
 
 def clipped_policy_loss(
@@ -94,10 +103,17 @@ class SurrogateSettings:
     covariance_low: float = 1.0  # clip_cov: bounds of the covariance of marked tokens
     covariance_high: float = 5.0
     marked_kl: float = 0.1  # kl_cov: weight of the KL on marked tokens
+    kwargs: Mapping[str, Any] = field(default_factory=dict)  # arguments of a registered loss
+    keys: Mapping[str, Any] = field(default_factory=dict)  # the section `actor`, for a loss written for verl
 
     @property
     def marks_tokens(self) -> bool:
         return self.mode in ("clip_cov", "kl_cov")
+
+    @property
+    def needs_every_row(self) -> bool:
+        """Whether rows whose advantages are all 0 may have a gradient."""
+        return self.mode == "kl_cov" or self.mode not in BUILT_IN
 
 
 class Sampled(NamedTuple):
@@ -211,7 +227,10 @@ def mark_tokens(logp_M: Tensor, advantages_M: Tensor, settings: SurrogateSetting
     return marked
 
 
-SURROGATES: dict[str, Callable[[Sampled, SurrogateSettings], PolicyLoss]] = {
+Surrogate = Callable[..., "PolicyLoss | Tensor"]
+"""(tokens, settings, **kwargs) -> the loss of each token, alone or as a PolicyLoss."""
+
+SURROGATES: dict[str, Surrogate] = {
     "vanilla": vanilla,
     "gspo": gspo,
     "geo_mean": geo_mean,
@@ -222,8 +241,80 @@ SURROGATES: dict[str, Callable[[Sampled, SurrogateSettings], PolicyLoss]] = {
     "clip_cov": clip_cov,
     "kl_cov": kl_cov,
 }
+BUILT_IN = frozenset(SURROGATES)
+F = TypeVar("F", bound=Surrogate)
+
+
+def register_policy_loss(name: str) -> Callable[[F], F]:
+    """Decorator: `actor.policy_loss.loss_mode=name` trains with this function."""
+
+    def add(function: F) -> F:
+        if name in BUILT_IN:
+            raise PolicyLossError(f"{name} is a policy loss of Rally; register yours under another name")
+        SURROGATES[name] = function
+        return function
+
+    return add
 
 
 def policy_loss(tokens: Sampled, settings: SurrogateSettings) -> PolicyLoss:
     """The loss of each token under the objective `settings.mode`."""
-    return SURROGATES[settings.mode](tokens, settings)
+    made = SURROGATES[settings.mode](tokens, settings, **settings.kwargs)
+    if isinstance(made, Tensor):
+        nothing = torch.zeros_like(tokens.logp_M, dtype=torch.bool)
+        made = PolicyLoss(made, nothing, nothing)
+    return made
+
+
+def check_policy_loss(settings: SurrogateSettings) -> None:
+    """Raise PolicyLossError unless a registered loss gives every token one finite number with a finite gradient, and
+    a row the same numbers alone and beside other rows. It is tried on eight made-up tokens of three rows."""
+    if settings.mode in BUILT_IN:
+        return
+    together = _tried(settings, [0, 1, 2])
+    for row in (0, 1, 2):
+        for together_M, alone_M in zip(together, _tried(settings, [row]), strict=True):
+            if not torch.allclose(together_M[_row_M == row], alone_M, rtol=1e-4, atol=1e-6):
+                raise PolicyLossError(
+                    f"the policy loss {settings.mode} gives a row other numbers beside other rows than alone, so they "
+                    "would depend on the division into micro-batches; compute them from each row by itself"
+                )
+
+
+# Likely and unlikely tokens with large and small advantages, so that thresholds of a loss are crossed.
+_row_M = torch.tensor([0, 0, 0, 1, 2, 2, 2, 2])
+_old_M = torch.tensor([-0.01, -6.0, -1.0, -3.0, -0.5, -9.0, -2.0, -0.1])
+_moved_M = torch.tensor([-0.2, 0.5, 0.02, -0.4, 0.1, 0.3, -0.05, 0.0])
+_advantages_M = torch.tensor([2.0, 2.0, 2.0, -1.5, 0.25, 0.25, 0.25, 0.25])
+
+
+class _Trial(NamedTuple):
+    loss_M: Tensor
+    gradient_M: Tensor
+
+
+def _tried(settings: SurrogateSettings, rows: list[int]) -> _Trial:
+    """A registered loss and its gradient, for some of the made-up rows in one micro-batch."""
+    problem = f"the policy loss {settings.mode}"
+    in_M = torch.isin(_row_M, torch.tensor(rows))
+    logp_M = (_old_M + _moved_M)[in_M].requires_grad_()
+    tokens = Sampled(logp_M, _old_M[in_M], _advantages_M[in_M], _row_M[in_M] - rows[0], len(rows))
+    try:
+        made = policy_loss(tokens, settings)
+    except RallyError:
+        raise
+    except Exception as error:  # the function is the user's
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise PolicyLossError(f"{problem} fails on made-up tokens: {reason}; correct the function") from error
+    for name, value_M in {"the loss": made.loss_M, **made.values}.items():
+        if not isinstance(value_M, Tensor) or value_M.shape != logp_M.shape:
+            found = list(value_M.shape) if isinstance(value_M, Tensor) else type(value_M).__name__
+            raise PolicyLossError(f"{problem} gives {name} as {found} for {len(logp_M)} tokens; give each one a number")
+    gradient_M = None
+    if made.loss_M.requires_grad:
+        [gradient_M] = torch.autograd.grad(made.loss_M.sum(), logp_M, allow_unused=True)
+    if gradient_M is None:
+        raise PolicyLossError(f"{problem} does not depend on tokens.logp_M, so nothing would be trained; use it")
+    if not (made.loss_M.isfinite().all() and gradient_M.isfinite().all()):
+        raise PolicyLossError(f"{problem} or its gradient is not finite on made-up tokens; correct the function")
+    return _Trial(made.loss_M.detach(), gradient_M)

@@ -101,23 +101,15 @@ class CheckpointConfig(Section):
     """Write a checkpoint in the background, from a copy in main memory, while training goes on."""
 
 
+LOSS_MODES = ("vanilla", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "gmpo", "cispo")
+
+
 class PolicyLossConfig(Section):
-    loss_mode: Literal[
-        "vanilla",
-        "gspo",
-        "sapo",
-        "gpg",
-        "clip_cov",
-        "kl_cov",
-        "geo_mean",
-        "gmpo",
-        "cispo",
-        "bypass_mode",
-        "dppo_tv",
-        "dppo_kl",
-        "dro",
-    ] = "vanilla"
-    """The policy objective. vanilla is PPO's clipped loss; docs/methods.md describes the others."""
+    loss_mode: str = "vanilla"
+    """The policy objective: vanilla (PPO's clipped loss), gspo, sapo, gpg, clip_cov, kl_cov, geo_mean (or gmpo) or
+    cispo (docs/methods.md), or the name under which a module of model.external_lib registers yours."""
+    loss_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of a loss of your own. One written for verl reads them as config.policy_loss.<name>."""
     clip_cov_ratio: Share = 2e-4
     """loss_mode=clip_cov: the share of tokens whose loss is set to 0."""
     clip_cov_lb: Float = 1.0

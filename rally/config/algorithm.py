@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+from pydantic import Field
 
 from rally.config.actor import KlKind
 from rally.config.base import Count, Natural, NonNegative, Positive, Section, Share, Texts
@@ -92,27 +94,23 @@ class FilterGroups(Section):
     max_inflight_gen_batches: Count = 1
 
 
+GRPO = ("grpo", "grpo_vectorized")
+"""Estimators that pay a group of one its reward, as in verl; `load_config` notes it."""
+TOKEN_BASELINES = ("optimal_token_baseline", "tir_optimal_token_baseline")
+ESTIMATORS = (
+    *(*GRPO, "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg", "reinforce_plus_plus"),
+    *("reinforce_plus_plus_baseline", "remax", *TOKEN_BASELINES, "gdpo", "gigpo", "gae", "turn_gae"),
+)
+
+
 class AlgorithmConfig(Section):
-    adv_estimator: Literal[
-        "grpo",
-        "grpo_vectorized",
-        "grpo_passk",
-        "gae",
-        "turn_gae",
-        "reinforce_plus_plus",
-        "reinforce_plus_plus_baseline",
-        "remax",
-        "rloo",
-        "rloo_vectorized",
-        "opo",
-        "gpg",
-        "optimal_token_baseline",
-        "tir_optimal_token_baseline",
-        "gdpo",
-        "gigpo",
-    ] = "grpo"
-    """The advantage estimator (docs/methods.md). gae and turn_gae train a critic; all others compare the episodes of a
-    prompt or batch."""
+    adv_estimator: str = "grpo"
+    """The advantage estimator (docs/methods.md): grpo, grpo_vectorized, grpo_passk, rloo, rloo_vectorized, opo, gpg,
+    reinforce_plus_plus, reinforce_plus_plus_baseline, remax, optimal_token_baseline, tir_optimal_token_baseline, gdpo
+    or gigpo, which compare the episodes of a prompt or batch; gae or turn_gae, which train a critic; or the name under
+    which a module of model.external_lib registers yours."""
+    adv_estimator_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of an estimator of your own. One written for verl reads them as config.<name>."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide advantages by the standard deviation of their group. false is Dr. GRPO."""
 

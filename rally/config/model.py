@@ -77,7 +77,9 @@ class ModelConfig(LoraKeys):
     use_shm: Annotated[bool, Only(False, because="weights are read from their own folder")] = False
 
     hf_config_path: PathText | None = None
-    external_lib: str | None = None
+    external_lib: Texts = ()
+    """Your modules to import at the start, in every process: names on the import path or Python files. They register
+    policy losses, advantage estimators, agent loops, or classes of models with transformers."""
     enable_activation_offload: bool = False
     """Keep what the backward pass needs in main memory: with gradient checkpointing the inputs of the layers, else all
     large activations. Less memory on the device, more time."""

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from rally.config.base import Count, Float, Natural, NonNegative, Only, PathText, Positive, Section
+from rally.config.base import Count, Float, Natural, NonNegative, Only, PathText, Positive, Section, Texts
 from rally.config.rollout import OnError
 
 Manager = Literal["naive", "dapo", "batch", "prime", "rate_limited", "remote", "gdpo"]
@@ -51,7 +51,8 @@ class RewardModelWeights(Section):
     one label, and its logit is the reward. With it, it is a language model that is served to your function."""
     input_tokenizer: PathText | None = None
     """Accepted and has no effect: conversations are rendered with the reward model's own chat template."""
-    external_lib: str | None = None
+    external_lib: Texts = ()
+    """Your modules to import at the start, as model.external_lib."""
     trust_remote_code: bool = False
     """Run code that the model's folder brings."""
     dtype: str = "auto"

@@ -164,6 +164,12 @@ class Config(Root):
         return self.trainer.run_dir
 
     @property
+    def external_libs(self) -> tuple[tuple[str, str], ...]:
+        """The user's modules to import at the start, each with its key."""
+        keys = ("actor_rollout_ref.model", "critic.model", "reward_model.model")
+        return tuple((f"{key}.external_lib", name) for key in keys for name in look_up(self, f"{key}.external_lib"))
+
+    @property
     def mini_batch_size(self) -> int:
         """Prompts per optimizer step."""
         return self.actor.ppo_mini_batch_size or self.data.train_batch_size

@@ -159,7 +159,9 @@ class SftModel(LoraKeys):
     strategy: Literal["single", "fsdp", "fsdp2", "megatron"] = "single"
     """single, fsdp and fsdp2 all mean the same: one device holds the whole model, several share it by FSDP2."""
     fsdp_config: SftFsdp = SftFsdp()
-    external_lib: str | None = None
+    external_lib: Texts = ()
+    """Your modules to import at the start, in every process: names on the import path or Python files. They register,
+    for instance, classes of models with transformers."""
     use_liger: bool = False
 
 
@@ -258,6 +260,11 @@ class SftConfig(Root):
     def enable_thinking_key(self) -> str:
         """The column of the template's enable_thinking, which a file may lack."""
         return self.first_set(THINKING) or "enable_thinking"
+
+    @property
+    def external_libs(self) -> tuple[tuple[str, str], ...]:
+        """The user's modules to import at the start, each with its key."""
+        return tuple(("model.external_lib", name) for name in self.model.external_lib)
 
     @property
     def run_dir(self) -> Path:

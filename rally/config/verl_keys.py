@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
+from rally.config.actor import LOSS_MODES
+from rally.config.algorithm import ESTIMATORS
 from rally.config.base import Root, expand, look_up, missing_file
 from rally.config.errors import shown
 from rally.config.verl_backends import BACKENDS, refused_backend
@@ -52,6 +54,8 @@ FREE = (
     "engine_kwargs",
     "override_config",
     "reward_kwargs",
+    "loss_kwargs",
+    "adv_estimator_kwargs",
     "agent_loop_config",
     "apply_chat_template_kwargs",
     "custom",
@@ -265,6 +269,23 @@ def _estimator(work: _Work, choices: Mapping[str, str]) -> None:
     for name in list(at(work.tree, "critic") or ()) if isinstance(at(work.tree, "critic"), dict) else ():
         if name != "enable":
             work.drop(f"critic.{name}", why)
+
+
+def _own_arguments(work: _Work, choices: Mapping[str, str]) -> None:
+    """Keys that a user's loss or estimator reads from its section are arguments of it."""
+    if work.sft or not at(work.tree, f"{M}.external_lib"):
+        return
+    loss, estimator = at(work.tree, f"{A}.policy_loss.loss_mode"), at(work.tree, "algorithm.adv_estimator")
+    for section, kwargs, own in (
+        (f"{A}.policy_loss", "loss_kwargs", loss not in (None, *LOSS_MODES)),
+        ("algorithm", "adv_estimator_kwargs", estimator not in (None, *ESTIMATORS)),
+    ):
+        written = at(work.tree, section) if own else None
+        for name in [n for n in written if f"{section}.{n}" not in work.known] if isinstance(written, dict) else ():
+            old, new = f"{section}.{name}", f"{section}.{kwargs}.{name}"
+            value, work.tree = at(work.tree, old), without(work.tree, old)
+            work.tree = put(work.tree, new, value)
+            work.remarks.append(f"{old} is no key of Rally; {new} gives it to your function.")
 
 
 def _losses(work: _Work, choices: Mapping[str, str]) -> None:
@@ -582,7 +603,8 @@ def _fits(work: _Work, key: str, value: Any) -> bool:
 
 
 STEPS: tuple[Callable[[_Work, Mapping[str, str]], None], ...] = (
-    *(_defaults, _backend, _switches, _moved, _switches, _asynchronous, _estimator, _losses, _teachers, _reward_model),
+    *(_defaults, _backend, _switches, _moved, _switches, _asynchronous, _own_arguments, _estimator, _losses),
+    *(_teachers, _reward_model),
     *(
         _manager,
         _validation,

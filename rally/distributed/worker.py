@@ -27,7 +27,7 @@ from rally.models.sharding import HostedEngine, M, Message, model_state
 from rally.platforms import empty_cache, shared_backend
 from rally.runs import build
 from rally.runs.build.engines import logits_of
-from rally.runs.build.models import RunPlan
+from rally.runs.build.models import RunPlan, import_external_libs
 from rally.runs.build.policy_and_critic import critic_of, policy_of
 from rally.runs.build.rank_engines import RankEngine, StartedEngines, start_engine
 from rally.runs.sft import sft_policy_of, sft_settings_of
@@ -211,6 +211,7 @@ class Executor:
 def executor_of(plan: RunPlan, group: ProcessGroup) -> Executor:
     """Build the same parts as rank 0."""
     config = plan.config
+    import_external_libs(config)
     checkpoint: Checkpoint | None = None
     if plan.checkpoint:
         checkpoint = open_checkpoint(plan.checkpoint, contents=False)  # rank 0 has compared the checksums

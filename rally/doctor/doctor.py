@@ -40,6 +40,7 @@ CHECKS = (
     Check("template", chat_template.template),
     Check("lengths", doctor_rows.lengths),
     Check("prompt", chat_template.prompt),
+    Check("objective", reward_function.objective),
     Check("reward", reward_function.reward),
     Check("policy", rollout_logprobs.policy),
     Check("memory", memory_and_time.cost),

@@ -1,4 +1,5 @@
-"""Doctor check of the reward function: a good answer must score higher than a bad one, for every data source.
+"""Doctor checks of the objective, and of the reward function: a good answer must score higher than a bad one, for every
+data source.
 
 The good answer is the row's ground truth in the formats that reward functions parse; the one that scores highest
 counts. Each is scored in an episode of one and of two assistant turns, because some reward functions need a second one.
@@ -11,9 +12,13 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from rally.config.actor import LOSS_MODES
+from rally.config.algorithm import ESTIMATORS
 from rally.doctor.check_context import DoctorCase, Finding
 from rally.rewards import RewardSpec, Score, Scorer
 from rally.runs import build
+from rally.runs.build.models import import_external_libs
+from rally.runs.build.update_settings import check_objective
 from rally.types import Episode, Generation, Segment, StopReason, Task, Turn
 
 BAD = "I do not know."
@@ -42,6 +47,16 @@ class ScoredCandidate(NamedTuple):
     def earned(self) -> float:
         assert self.score.reward is not None
         return self.score.reward
+
+
+def objective(case: DoctorCase) -> Iterator[Finding]:
+    """The policy loss and the advantage estimator are known; those of the user's modules are tried."""
+    import_external_libs(case.config)
+    check_objective(case.config)
+    estimator, mode = case.config.algorithm.adv_estimator, case.config.actor.policy_loss.loss_mode
+    own = [name for name, known in ((estimator, ESTIMATORS), (mode, LOSS_MODES)) if name not in known]
+    tried = f"; {' and '.join(own)} worked on made-up tokens" if own else ""
+    yield Finding("objective", "ok", f"advantages by {estimator}, policy loss {mode}{tried}")
 
 
 async def _score(spec: RewardSpec, timeout: float, episodes: list[Episode]) -> list[Score]:

@@ -14,7 +14,7 @@ from rally.engines.embedded.memory_plan import plan_memory
 from rally.runs import build
 from rally.runs.build.rollout import check_reward_function
 from rally.runs.build.run_inputs import RunInputs, read_inputs
-from rally.runs.build.update_settings import total_steps_of
+from rally.runs.build.update_settings import check_objective, total_steps_of
 from rally.runs.cost_estimate import shown_bytes, size_of, training_costs
 from rally.runs.env_checks import opening_of
 from rally.track import RunConsole
@@ -27,6 +27,7 @@ def dry_run(config: Config, console: RunConsole) -> None:
     config.require_training()
     config = with_rollout_servers(config)
     inputs = read_inputs(config, console)
+    check_objective(config)
     check_reward_function(config)
     tasks = inputs.train_tasks or inputs.val_tasks
     assert tasks is not None

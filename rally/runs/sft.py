@@ -26,7 +26,7 @@ from rally.models.rope import decide_rope
 from rally.models.sharding import ALONE, Ranks
 from rally.models.untrained_tokens import warn_of_untrained_tokens
 from rally.platforms import use_expandable_segments
-from rally.runs.build.models import RunPlan, patches_at, stop_ids_at, tokenizer_at, trained_model
+from rally.runs.build.models import RunPlan, import_external_libs, patches_at, stop_ids_at, tokenizer_at, trained_model
 from rally.runs.build.run_inputs import RunError, RunOutcome, check_ranks
 from rally.runs.build.tracking import sinks_of
 from rally.runs.build.trainer import resume_point, rewind
@@ -187,6 +187,7 @@ def show(config: SftConfig, console: RunConsole) -> None:
 
 
 def tokenizer_of(config: SftConfig) -> PreTrainedTokenizerBase:
+    import_external_libs(config)
     return tokenizer_at(config.model, str(config.model_path))
 
 

@@ -22,7 +22,7 @@ from rally.runs.build.models import lora_of
 from rally.runs.build.rollout import check_reward_function, rollout_cache_dir
 from rally.runs.build.run_inputs import RunError, RunInputs, RunOutcome, check_ranks, read_inputs
 from rally.runs.build.trainer import resume_point, rewind
-from rally.runs.build.update_settings import total_steps_of
+from rally.runs.build.update_settings import check_objective, total_steps_of
 from rally.runs.cost_estimate import memory_problem, size_from
 from rally.runs.evaluate import evaluate_inputs
 from rally.runs.host_memory import host_memory_problem
@@ -128,6 +128,7 @@ def _train(config: Config, inputs: RunInputs, console: RunConsole, ranks: Ranks,
         console.warn_once(
             "skip", f"training on cached episodes of {rollout_cache_dir(config)}, which other weights may have sampled"
         )
+    check_objective(config)
     _check_memory(config)
     check_reward_function(config)
     rewind(folder, store, checkpoint, console, tuple(build.extra_folders_of(config.trainer).values()))

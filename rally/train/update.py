@@ -89,7 +89,7 @@ class UpdateSettings:
     def needs_every_row(self) -> bool:
         """Whether rows without advantage are computed too: a KL, entropy or distillation term gives them a gradient."""
         other = self.entropy_coeff != 0 or self.distillation is not None
-        return self.kl_coef != 0 or other or self.surrogate.mode == "kl_cov"
+        return self.kl_coef != 0 or other or self.surrogate.needs_every_row
 
 
 @dataclass
@@ -418,6 +418,7 @@ def _loss(
         "ppo_kl": packed.old_logp_M - logp_M.detach(),
         "pg_clipfrac": surrogate.clipped_M,
         "pg_clipfrac_lower": surrogate.clipped_lower_M,
+        **surrogate.values,
     }
     if reference is not None:
         kl_M = losses.kl_estimate(logp_M, reference(packed, settings.temperature), settings.kl_kind)

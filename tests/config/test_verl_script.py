@@ -79,14 +79,14 @@ def test_variables_arrays_and_arithmetic_are_expanded_and_nothing_is_run(tmp_pat
 
 def test_the_command_names_what_became_of_each_key(tmp_path: Path) -> None:
     text = SCRIPT.format(marker="x") + "\n"
-    text = text.replace('"$@"', 'actor_rollout_ref.model.external_lib=mine +xyzzy.a=1 "$@"')
+    text = text.replace('"$@"', 'actor_rollout_ref.model.mtp.enable=true +xyzzy.a=1 "$@"')
     result = CliRunner().invoke(app, ["from-verl", str(script(text, tmp_path))])
     assert result.exit_code == 0
     comments = [line for line in result.output.splitlines() if line.startswith("#")]
     assert [line.split()[1:3] for line in comments] == [
         ["assumed:", "DEVICE"],
         ["renamed:", "reward_model.overlong_buffer.enable"],
-        ["refused:", "actor_rollout_ref.model.external_lib=mine"],
+        ["refused:", "actor_rollout_ref.model.mtp.enable=true"],
         ["refused:", "unknown"],
     ]
     command = result.output[result.output.index("rally train") :]
@@ -95,7 +95,7 @@ def test_the_command_names_what_became_of_each_key(tmp_path: Path) -> None:
     assert "reward_model.reward_kwargs.overlong_buffer_cfg.enable=True" in words
     assert "data.train_files=$HOME/data/train.parquet" in words and '"$HOME/data/train.parquet"' in command
     assert "actor_rollout_ref.actor.fsdp_config.param_offload=True" in words
-    assert not any("external_lib" in word or "xyzzy" in word for word in words)
+    assert not any("mtp" in word or "xyzzy" in word for word in words)
 
 
 @pytest.mark.parametrize(

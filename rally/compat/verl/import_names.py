@@ -58,6 +58,10 @@ BOXES = {
     "is_equiv": f"{FUNCTIONS}.is_equivalent",
 }
 
+CORE = f"{COMPAT}.core_algos"
+GROUPS = {name: f"{CORE}.{name}" for name in ("as_torch_index", "group_mean_std")}
+MASKED = ("masked_sum", "masked_mean", "masked_var", "masked_whiten", "clip_by_value")
+
 NAMES: dict[str, dict[str, str]] = {
     "verl": DATA,
     "verl.protocol": DATA,
@@ -99,11 +103,20 @@ NAMES: dict[str, dict[str, str]] = {
     "verl.experimental.dataset.sampler": {
         name: f"{COMPAT}.samplers.{name}" for name in ("AbstractSampler", "AbstractCurriculumSampler")
     },
+    "verl.workers.config": {"ActorConfig": f"{CORE}.ActorConfig"},
     "verl.workers.rollout.replica": {"TokenOutput": LOOP["TokenOutput"]},
     "verl.workers.rollout.schemas": {"Message": f"{COMPAT}.helpers.RolloutMessage"},
     "verl.workers.rollout.sglang_rollout.agent_loop.base": {
         "AgentLoopBase": f"{COMPAT}.message_loops.MessageLoop",
         "AgentLoopOutput": "rally.loops.AgentLoopOutput",
+    },
+    "verl.trainer.config": {"AlgoConfig": f"{CORE}.AlgoConfig"},
+    "verl.trainer.ppo.core_algos": {
+        name: f"{CORE}.{name}"
+        for name in (
+            *("register_policy_loss", "register_adv_est", "agg_loss", "AdvantageEstimator", "kl_penalty"),
+            *("compute_policy_loss_vanilla", "compute_grpo_outcome_advantage"),
+        )
     },
     "verl.trainer.ppo.reward_score.base": {"RewardManager": "rally.rewards.custom_functions.RewardManager"},
     SCORES: dict.fromkeys(("default_compute_score", "_default_compute_score"), f"{FUNCTIONS}.default_compute_score"),
@@ -137,7 +150,12 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "verl.utils.dataset": ROWS,
     "verl.utils.dataset.rl_dataset": ROWS,
-    "verl.utils.torch_functional": {"postprocess_data": f"{COMPAT}.helpers.tokenized_here"},
+    "verl.utils": GROUPS,
+    "verl.utils.groupwise": GROUPS,
+    "verl.utils.torch_functional": {
+        "postprocess_data": f"{COMPAT}.helpers.tokenized_here",
+        **{name: f"{CORE}.{name}" for name in MASKED},
+    },
     "verl.utils.model": {"compute_position_id_with_mask": f"{COMPAT}.helpers.tokenized_here"},
     "verl.utils.fs": {"copy_to_local": f"{COMPAT}.helpers.copy_to_local"},
     "verl.utils.hdfs_io": {"copy": f"{COMPAT}.helpers.no_hdfs", "makedirs": f"{COMPAT}.helpers.no_hdfs"},

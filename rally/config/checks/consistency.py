@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
-from rally.config.algorithm import PfPpo, RolloutCorrection
+from rally.config.actor import LOSS_MODES
+from rally.config.algorithm import ESTIMATORS, GRPO, TOKEN_BASELINES, PfPpo, RolloutCorrection
 from rally.config.aliases import SAME_AS, SFT_SAME_AS
 from rally.config.base import look_up, missing_file
 from rally.config.checks.asynchronous import asynchronous
@@ -28,16 +29,14 @@ from rally.config.trainer import RunConfig
 from rally.platforms import Platform, named_platform, shared_backend
 
 ACTOR = "actor_rollout_ref.actor"
+EXTERNAL_LIB = "actor_rollout_ref.model.external_lib"
 CURRICULUM_KEYS: dict[str | None, tuple[str, ...]] = {
     "field": ("field", "start_share", "grow_steps"),
     "success": ("low", "high", "explore", "solved_at"),
 }
-GRPO = ("grpo", "grpo_vectorized")
-"""Estimators that pay a group of one its reward, as in verl; `load_config` notes it."""
 LORA_SHAPE = ("lora_alpha", "target_modules", "exclude_modules", "target_parameters")
 CHAINS = ("reinforce_plus_plus", "gae", "turn_gae")
 """Estimators that always discount along an episode."""
-TOKEN_BASELINES = ("optimal_token_baseline", "tir_optimal_token_baseline")
 LOSS_KEYS: dict[str, tuple[str, ...]] = {
     f"{ACTOR}.tau_pos": ("sapo",),
     f"{ACTOR}.tau_neg": ("sapo",),
@@ -120,6 +119,7 @@ def batch_sizes(config: Config) -> Iterator[str]:
     n, mini, train = config.rollout.n, config.mini_batch_size, config.data.train_batch_size
     estimator = config.algorithm.adv_estimator
     needs_no_group = estimator in ("reinforce_plus_plus", "remax", *GRPO) or config.needs_critic
+    needs_no_group = needs_no_group or estimator not in ESTIMATORS  # that of a user's module is not known
     if n < 2 and not needs_no_group and not config.trainer.val_only:
         yield f"{ROLLOUT}.n={n} leaves nothing for {estimator} to compare an episode with; set it to 2 or more."
     if mini > train:
@@ -172,6 +172,9 @@ def loss(config: Config) -> Iterator[str]:
 def objective(config: Config) -> Iterator[str]:
     actor = config.actor
     mode, aggregation = actor.policy_loss.loss_mode, actor.loss_agg_mode
+    yield from _registered(
+        config, f"{ACTOR}.policy_loss.loss_mode", mode, LOSS_MODES, f"{ACTOR}.policy_loss.loss_kwargs"
+    )
     if mode in ("gspo", "geo_mean", "gmpo") and aggregation != "seq-mean-token-mean":
         problem = f"{ACTOR}.policy_loss.loss_mode={mode} averages over sequences"
         yield f"{problem}; set {ACTOR}.loss_agg_mode=seq-mean-token-mean."
@@ -180,9 +183,22 @@ def objective(config: Config) -> Iterator[str]:
             yield f"{key} has no effect with {ACTOR}.policy_loss.loss_mode={mode}; leave it out."
 
 
+def _registered(config: Config, key: str, name: str, known: tuple[str, ...], kwargs: str) -> Iterator[str]:
+    """A loss or an estimator is one of Rally's, or of a module of the user's, which alone takes arguments."""
+    if name in known:
+        if look_up(config, kwargs):
+            yield f"{kwargs} has no effect with {key}={name}, which is Rally's own; leave it out."
+    elif not config.external_libs:
+        problem = f"{key}={name} is none of {', '.join(known)}"
+        yield f"{problem}; use one of them, or set {EXTERNAL_LIB} to the module that registers it."
+
+
 def advantages(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
     estimator, turns, gamma = algorithm.adv_estimator, algorithm.turn_rewards, algorithm.gamma
+    yield from _registered(config, "algorithm.adv_estimator", estimator, ESTIMATORS, "algorithm.adv_estimator_kwargs")
+    if estimator not in ESTIMATORS:  # what it uses is not known
+        return
     if gamma != 1 and turns == "trajectory" and estimator not in (*CHAINS, "gigpo"):
         yield f"algorithm.gamma={gamma} has no effect with {estimator} over whole episodes; set algorithm.turn_rewards."
     if turns != "trajectory" and estimator in ("remax", "gdpo", *TOKEN_BASELINES):

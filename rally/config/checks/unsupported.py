@@ -32,10 +32,9 @@ RULE_REWARDS = "leave it out and score with custom_reward_function"
 LOGGERS = ("console", "file", "tensorboard", "mlflow", "wandb")
 LOGGER = "use console, file, tensorboard, mlflow or wandb"
 CRITIC_MODEL = (
-    *("hf_config_path", "external_lib", "mtp", "lora_rank", "lora_alpha", "lora_adapter_path"),
+    *("hf_config_path", "mtp", "lora_rank", "lora_alpha", "lora_adapter_path"),
     *("target_modules", "exclude_modules", "target_parameters"),
 )
-LOSS_MODES = ("gspo", "geo_mean", "gmpo", "cispo", "sapo", "gpg", "clip_cov", "kl_cov")
 KL_KINDS = ("kl", "k1", "abs", "mse", "k2", "k3", "low_var_kl", "k1+", "k2+", "k3+", "low_var_kl+")
 
 
@@ -80,7 +79,6 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported("algorithm.filter_groups.max_inflight_gen_batches", "leave it out: prompts start one by one"),
     Unsupported("critic.strategy", ONE_DEVICE, ("fsdp", "fsdp2")),
     Unsupported("critic.optim.override_optimizer_config", OUT),
-    Unsupported(f"{A}policy_loss.loss_mode", "leave it out to use the vanilla loss", LOSS_MODES),
     Unsupported(f"{A}policy_loss.dro_beta", OUT),
     Unsupported(f"{A}kl_loss_type", "use low_var_kl", KL_KINDS),
     Unsupported(f"{A}router_replay.record_file", OUT),
@@ -93,7 +91,6 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(f"{A}optim.override_optimizer_config", OUT),
     Unsupported("actor_rollout_ref.ref.strategy", ONE_DEVICE, ("fsdp", "fsdp2")),
     Unsupported(f"{M}hf_config_path", f"leave it out and use {M}override_config"),
-    Unsupported(f"{M}external_lib", OUT),
     Unsupported(f"{M}mtp", OUT),
     *(Unsupported(f"critic.model.{name}", OUT) for name in CRITIC_MODEL),
     Unsupported("trainer.logger", LOGGER, LOGGERS),
@@ -104,7 +101,6 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported("reward.reward_manager.source", RULE_REWARDS),
     Unsupported("reward.reward_manager.module", RULE_REWARDS),
     Unsupported("reward.sandbox_fusion", RULE_REWARDS),
-    Unsupported("reward_model.model.external_lib", OUT),
     Unsupported("reward_model.sandbox_fusion", RULE_REWARDS),
     Unsupported("reward_model.reward_loop_source", RULE_REWARDS),
     Unsupported("reward_model.reward_loop_module_path", RULE_REWARDS),
@@ -122,7 +118,6 @@ SFT_UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported("data.video_key", NO_VIDEOS),
     Unsupported("model.strategy", ONE_DEVICE, ("fsdp", "fsdp2")),
     *memory("model.fsdp_config", "model."),
-    Unsupported("model.external_lib", OUT),
     Unsupported("trainer.logger", LOGGER, LOGGERS),
     Unsupported("trainer.default_hdfs_dir", "leave it out and set trainer.default_local_dir"),
 )

@@ -12,12 +12,14 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rally.config import Config, SftConfig
+from rally.config.base import expand
 from rally.config.checks.multi_gpu import sends_images
 from rally.config.model import LoraKeys, ModelConfig
 from rally.config.sft import SftModel
 from rally.config.trainer import RunConfig
 from rally.hub import on_disk_alone
 from rally.images.patches import Patches
+from rally.importing import ImportFailed, import_path
 from rally.models.load import (
     PATH_KEY,
     LoadError,
@@ -142,7 +144,24 @@ def lora_of(model: LoraKeys, seed: int) -> LoraSettings | None:
     )
 
 
+_imported: set[str] = set()
+
+
+def import_external_libs(config: Config | SftConfig) -> None:
+    """Import the user's modules, once in a process. They may register losses, estimators, loops and classes of
+    models, so this comes before a tokenizer or a model is loaded. LoadError if one cannot be imported."""
+    for key, name in config.external_libs:
+        if name in _imported:
+            continue
+        try:
+            import_path(expand(name), "external_lib")
+        except ImportFailed as failed:
+            raise LoadError(f"{key}={name} cannot be imported ({failed}); correct the name or the file") from failed
+        _imported.add(name)
+
+
 def tokenizer_of(config: Config) -> PreTrainedTokenizerBase:
+    import_external_libs(config)
     return tokenizer_at(config.model, str(config.model.path))
 
 

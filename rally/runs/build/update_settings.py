@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
-from rally.algos.credit_assignment import CreditSettings
+from rally.algos import credit_assignment, losses
+from rally.algos.advantages import ESTIMATORS
+from rally.algos.credit_assignment import CreditSettings, EstimatorError, check_estimator
 from rally.algos.distillation import DistillationSettings
-from rally.algos.losses import SurrogateSettings
+from rally.algos.losses import PolicyLossError, SurrogateSettings, check_policy_loss
 from rally.algos.off_policy_correction import CorrectionSettings
 from rally.config import Config
 from rally.config.actor import FsdpConfig, LogProbKeys, OptimConfig
@@ -93,6 +96,7 @@ def distillation_settings_of(config: Config) -> DistillationSettings | None:
 
 def surrogate_settings_of(config: Config) -> SurrogateSettings:
     actor, chosen = config.actor, config.actor.policy_loss
+    bounds = {"clip_ratio_low": actor.clip_low, "clip_ratio_high": actor.clip_high}
     return SurrogateSettings(
         mode="gpg" if config.algorithm.rollout_correction.is_reinforce else chosen.loss_mode,
         low=actor.clip_low,
@@ -104,6 +108,8 @@ def surrogate_settings_of(config: Config) -> SurrogateSettings:
         covariance_low=chosen.clip_cov_lb,
         covariance_high=chosen.clip_cov_ub,
         marked_kl=chosen.ppo_kl_coef,
+        kwargs=chosen.loss_kwargs,
+        keys={} if chosen.loss_mode in losses.BUILT_IN else actor.model_dump(mode="json") | bounds,
     )
 
 
@@ -117,7 +123,31 @@ def credit_settings_of(config: Config) -> CreditSettings:
         lam=algorithm.lam,
         step_weight=algorithm.gigpo.step_advantage_w,
         components=algorithm.gdpo_reward_keys,
+        kwargs=algorithm.adv_estimator_kwargs,
+        keys={} if algorithm.adv_estimator in credit_assignment.BUILT_IN else algorithm.model_dump(mode="json"),
     )
+
+
+def check_objective(config: Config) -> None:
+    """Raise, before any weight is loaded, if the policy loss or the advantage estimator is not registered, or cannot
+    be trained with."""
+    surrogate, credit = surrogate_settings_of(config), credit_settings_of(config)
+    if surrogate.mode not in losses.SURROGATES:
+        key = f"actor_rollout_ref.actor.policy_loss.loss_mode={surrogate.mode}"
+        raise PolicyLossError(_unregistered(config, key, f"@register_policy_loss({surrogate.mode!r})"))
+    if credit.estimator not in {*credit_assignment.BUILT_IN, *ESTIMATORS, *credit_assignment.TOKEN_ESTIMATORS}:
+        key = f"algorithm.adv_estimator={credit.estimator}"
+        raise EstimatorError(_unregistered(config, key, f"@register_adv_estimator({credit.estimator!r})"))
+    check_policy_loss(surrogate)
+    check_estimator(credit)
+
+
+def _unregistered(config: Config, key: str, decorator: str) -> str:
+    modules = ", ".join(name for _, name in config.external_libs)
+    if hasattr(sys.modules.get("verl.trainer.ppo.core_algos"), "POLICY_LOSS_REGISTRY"):
+        problem = f"{key} was not registered with Rally, because {modules} uses the installed verl"
+        return f"{problem}; use an environment without verl, where Rally provides its names"
+    return f"{key} was not registered by {modules}; decorate your function with {decorator}"
 
 
 def resampling_settings_of(config: Config) -> ResamplingSettings | None:

@@ -24,6 +24,14 @@ from rally.train.rank_messages import UpdatePolicy
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+LOSS = """
+from rally.algos.losses import register_policy_loss, vanilla
+
+
+@register_policy_loss("mine")
+def mine(tokens, settings):
+    return vanilla(tokens, settings)._replace(values={"mine": 0 * tokens.old_logp_M + 2})
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -82,9 +90,11 @@ def test_runs_go_on_from_each_other_and_a_lost_rank_ends_one_in_words(
     home: Path, tmp_path: Path, killed: dict[int, float]
 ) -> None:
     out, paper = tmp_path / "run", Paper()
-    train(config_of(home, out, ranks=1, steps=1), paper.console)
+    (tmp_path / "mine.py").write_text(LOSS)
+    own = [f"actor_rollout_ref.model.external_lib={tmp_path / 'mine.py'}", f"{A}.policy_loss.loss_mode=mine"]
+    train(config_of(home, out, 1, 1, *own), paper.console)
     with pytest.raises(LostRank) as caught:
-        train(config_of(home, out, 2, 4, f"{A}.ulysses_sequence_parallel_size=2"), paper.console)
+        train(config_of(home, out, 2, 4, f"{A}.ulysses_sequence_parallel_size=2", *own), paper.console)
     assert time.monotonic() - min(killed.values()) < 15
     words, log = str(caught.value), out / "ranks" / "rank-1.log"
     assert words.startswith("rank 1 of 2") and str(log) in words and "SIGKILL" in words
@@ -97,7 +107,9 @@ def test_runs_go_on_from_each_other_and_a_lost_rank_ends_one_in_words(
     assert rows[2]["engine/canary_difference"] < 1e-4 and rows[2]["actor/rollout_mismatch_kl"] < 1e-7
     assert rows[2]["actor/kl_loss"] > 0 and rows[2]["critic/vf_loss"] > 0 and rows[2]["actor/grad_norm"] > 0
 
-    train(config_of(home, out, ranks=1, steps=3), paper.console)
+    assert rows[2]["actor/mine"] == 2.0, "each rank has imported the loss"
+
+    train(config_of(home, out, 1, 3, *own), paper.console)
     rows = {row.step: row.metrics for row in RunFolder(out).read_metrics()}
     assert set(rows) == {1, 2, 3} and rows[3]["actor/rollout_mismatch_kl"] < 1e-7
     states = [open_checkpoint(out / f"checkpoints/global_step_{n}").state() for n in (1, 2)]

@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
-from typing import get_args
 
 from rich.console import Console
 
@@ -25,9 +24,8 @@ from benchmarks.demo_models import DemoModels, demo_models
 from benchmarks.report import Circumstances
 from rally.algos.advantages import ESTIMATORS
 from rally.algos.losses import SURROGATES
-from rally.config import Config, load_config
-from rally.config.actor import PolicyLossConfig
-from rally.config.algorithm import AlgorithmConfig
+from rally.config import Config, algorithm, load_config
+from rally.config.actor import LOSS_MODES
 from rally.config.errors import ConfigError
 from rally.demo.demo import CALCULATOR
 from rally.demo.training_stages import CourseResult, CourseSettings, before_and_after, course_config
@@ -49,6 +47,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "gspo": BY_SEQUENCE,
     "geo_mean": BY_SEQUENCE,
     "gdpo": ("algorithm.gdpo_reward_keys=[score]",),
+    "dro": ("actor_rollout_ref.actor.policy_loss.dro_beta=0.1",),
 }
 """Keys that some methods require, and those with which a critic learns in a few steps."""
 SOLVED = 0.9
@@ -105,11 +104,8 @@ def methods(demo: DemoModels) -> list[Method]:
     """Every estimator and loss that a configuration accepts, each under one name only, then the whole methods."""
     found = [
         Method(kind, name, (f"{key}={name}", *NEEDS.get(name, ())))
-        for kind, key, section, field in (
-            ("estimator", ESTIMATOR, AlgorithmConfig, "adv_estimator"),
-            ("loss", LOSS, PolicyLossConfig, "loss_mode"),
-        )
-        for name in get_args(section.model_fields[field].annotation)
+        for kind, key, names in (("estimator", ESTIMATOR, algorithm.ESTIMATORS), ("loss", LOSS, LOSS_MODES))
+        for name in names
         if _first_name(name, kind)
     ]
     return [m for m in found if _built(demo, m)] + list(WHOLE)

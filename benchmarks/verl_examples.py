@@ -137,6 +137,7 @@ def _loss(mode: str, aggregation: str) -> Tensor:
     logp_M = (old_M + 0.4 * torch.randn(10, generator=generator)).requires_grad_()
     tokens = Sampled(logp_M, old_M, torch.randn(4, generator=generator)[row_M], row_M, 4)
     keys = {**Config().actor.model_dump(mode="json"), "loss_agg_mode": aggregation}
+    keys["policy_loss"]["dro_beta"] = SurrogateSettings().dro_beta
     settings = SurrogateSettings(mode=mode, keys=keys)
     losses.check_policy_loss(settings)
     loss_M = losses.policy_loss(tokens, settings).loss_M

@@ -103,6 +103,7 @@ class SurrogateSettings:
     covariance_low: float = 1.0  # clip_cov: bounds of the covariance of marked tokens
     covariance_high: float = 5.0
     marked_kl: float = 0.1  # kl_cov: weight of the KL on marked tokens
+    dro_beta: float = 0.1  # dro: weight of the squared log-ratio
     kwargs: Mapping[str, Any] = field(default_factory=dict)  # arguments of a registered loss
     keys: Mapping[str, Any] = field(default_factory=dict)  # the section `actor`, for a loss written for verl
 
@@ -113,7 +114,7 @@ class SurrogateSettings:
     @property
     def needs_every_row(self) -> bool:
         """Whether rows whose advantages are all 0 may have a gradient."""
-        return self.mode == "kl_cov" or self.mode not in BUILT_IN
+        return self.mode in ("kl_cov", "dro") or self.mode not in BUILT_IN
 
 
 class Sampled(NamedTuple):
@@ -193,6 +194,44 @@ def gpg(tokens: Sampled, settings: SurrogateSettings) -> PolicyLoss:
     return PolicyLoss(-tokens.advantages_M * tokens.logp_M, nothing, nothing)
 
 
+def dppo_tv(tokens: Sampled, settings: SurrogateSettings) -> PolicyLoss:
+    """DPPO with the total variation of a token: no gradient once its probability has moved by more than the clip range
+    in the direction of its advantage."""
+    moved_M = (tokens.logp_M.exp() - tokens.old_logp_M.exp()).detach()
+    kept_M = torch.where(tokens.advantages_M > 0, moved_M <= settings.high, moved_M >= -settings.low)
+    return _within_divergence(tokens, kept_M, settings)
+
+
+def dppo_kl(tokens: Sampled, settings: SurrogateSettings) -> PolicyLoss:
+    """DPPO with the KL divergence of two outcomes, this token or another: no gradient once it is over the clip range
+    and the probability has moved in the direction of the advantage."""
+    logp_M = tokens.logp_M.detach()
+    p_M, old_M = logp_M.exp(), tokens.old_logp_M.exp()
+    others_M = ((1 - old_M + 1e-8) / (1 - p_M + 1e-8)).log()
+    kl_M = old_M * (tokens.old_logp_M - logp_M) + (1 - old_M) * others_M
+    kept_M = torch.where(
+        tokens.advantages_M > 0,
+        (kl_M <= settings.high) | (p_M <= old_M),
+        (kl_M <= settings.low) | (p_M >= old_M),
+    )
+    return _within_divergence(tokens, kept_M, settings)
+
+
+def _within_divergence(tokens: Sampled, kept_M: Tensor, settings: SurrogateSettings) -> PolicyLoss:
+    """REINFORCE weighted by the ratio, of at most `settings.dual`, for the tokens that are kept."""
+    ratio_M = tokens.log_ratio_M.detach().exp()
+    loss_M = -tokens.advantages_M * ratio_M.clamp(max=settings.dual) * tokens.logp_M * kept_M
+    return PolicyLoss(loss_M, ~kept_M, (ratio_M > settings.dual) & kept_M)
+
+
+def dro(tokens: Sampled, settings: SurrogateSettings) -> PolicyLoss:
+    """DRO: the policy gradient with a penalty on the squared log-ratio, instead of a clip."""
+    moved_M = tokens.logp_M - tokens.old_logp_M
+    loss_M = -tokens.advantages_M * tokens.logp_M + 0.5 * settings.dro_beta * moved_M**2
+    nothing = torch.zeros_like(loss_M, dtype=torch.bool)
+    return PolicyLoss(loss_M, nothing, nothing)
+
+
 def clip_cov(tokens: Sampled, settings: SurrogateSettings) -> PolicyLoss:
     """Clip-Cov: vanilla, but marked tokens, whose training would reduce entropy most, get no gradient."""
     assert tokens.marked_M is not None
@@ -238,6 +277,9 @@ SURROGATES: dict[str, Surrogate] = {
     "cispo": cispo,
     "sapo": sapo,
     "gpg": gpg,
+    "dppo_tv": dppo_tv,
+    "dppo_kl": dppo_kl,
+    "dro": dro,
     "clip_cov": clip_cov,
     "kl_cov": kl_cov,
 }

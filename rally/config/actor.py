@@ -101,13 +101,17 @@ class CheckpointConfig(Section):
     """Write a checkpoint in the background, from a copy in main memory, while training goes on."""
 
 
-LOSS_MODES = ("vanilla", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "gmpo", "cispo")
+LOSS_MODES = (
+    *("vanilla", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "gmpo", "cispo"),
+    *("dppo_tv", "dppo_kl", "dro"),
+)
 
 
 class PolicyLossConfig(Section):
     loss_mode: str = "vanilla"
-    """The policy objective: vanilla (PPO's clipped loss), gspo, sapo, gpg, clip_cov, kl_cov, geo_mean (or gmpo) or
-    cispo (docs/methods.md), or the name under which a module of model.external_lib registers yours."""
+    """The policy objective: vanilla (PPO's clipped loss), gspo, sapo, gpg, clip_cov, kl_cov, geo_mean (or gmpo), cispo,
+    dppo_tv, dppo_kl or dro (docs/methods.md), or the name under which a module of model.external_lib registers
+    yours."""
     loss_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of a loss of your own. One written for verl reads them as config.policy_loss.<name>."""
     clip_cov_ratio: Share = 2e-4
@@ -120,7 +124,8 @@ class PolicyLossConfig(Section):
     """loss_mode=kl_cov: the share of tokens, those of the highest covariance, that pay a KL penalty."""
     ppo_kl_coef: Float = 0.1
     """loss_mode=kl_cov: the weight of that KL penalty."""
-    dro_beta: Float | None = None
+    dro_beta: Positive | None = None
+    """loss_mode=dro: the weight of the squared log-ratio. It has no default."""
 
 
 class RouterReplay(Section):

@@ -45,6 +45,7 @@ LOSS_KEYS: dict[str, tuple[str, ...]] = {
     f"{ACTOR}.policy_loss.clip_cov_ub": ("clip_cov",),
     f"{ACTOR}.policy_loss.kl_cov_ratio": ("kl_cov",),
     f"{ACTOR}.policy_loss.ppo_kl_coef": ("kl_cov",),
+    f"{ACTOR}.policy_loss.dro_beta": ("dro",),
 }
 """Keys that only some objectives use."""
 
@@ -178,6 +179,8 @@ def objective(config: Config) -> Iterator[str]:
     if mode in ("gspo", "geo_mean", "gmpo") and aggregation != "seq-mean-token-mean":
         problem = f"{ACTOR}.policy_loss.loss_mode={mode} averages over sequences"
         yield f"{problem}; set {ACTOR}.loss_agg_mode=seq-mean-token-mean."
+    if mode == "dro" and actor.policy_loss.dro_beta is None:
+        yield f"{ACTOR}.policy_loss.loss_mode=dro needs {ACTOR}.policy_loss.dro_beta; set it to a number above 0."
     for key, belongs in LOSS_KEYS.items():
         if mode not in belongs and look_up(config, key) != look_up(Config(), key):
             yield f"{key} has no effect with {ACTOR}.policy_loss.loss_mode={mode}; leave it out."

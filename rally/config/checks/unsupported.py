@@ -79,7 +79,6 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported("algorithm.filter_groups.max_inflight_gen_batches", "leave it out: prompts start one by one"),
     Unsupported("critic.strategy", ONE_DEVICE, ("fsdp", "fsdp2")),
     Unsupported("critic.optim.override_optimizer_config", OUT),
-    Unsupported(f"{A}policy_loss.dro_beta", OUT),
     Unsupported(f"{A}kl_loss_type", "use low_var_kl", KL_KINDS),
     Unsupported(f"{A}router_replay.record_file", OUT),
     Unsupported(f"{A}router_replay.replay_file", OUT),

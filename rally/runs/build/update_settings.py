@@ -108,6 +108,7 @@ def surrogate_settings_of(config: Config) -> SurrogateSettings:
         covariance_low=chosen.clip_cov_lb,
         covariance_high=chosen.clip_cov_ub,
         marked_kl=chosen.ppo_kl_coef,
+        dro_beta=chosen.dro_beta or 0.0,
         kwargs=chosen.loss_kwargs,
         keys={} if chosen.loss_mode in losses.BUILT_IN else actor.model_dump(mode="json") | bounds,
     )

@@ -1,5 +1,7 @@
 """Rally trains language-model agents that talk over several turns and use tools."""
 
+import importlib
+
 from rally import module_aliases
 from rally.types import (
     Episode,
@@ -19,7 +21,15 @@ from rally.types import (
 __version__ = "0.1.0"
 module_aliases.install()
 
+
+def __getattr__(name: str) -> object:
+    if name == "AgentTrainer":  # imported when it is asked for, because it imports everything
+        return importlib.import_module("rally.api").AgentTrainer
+    raise AttributeError(f"module 'rally' has no attribute {name!r}")
+
+
 __all__ = [
+    "AgentTrainer",
     "Episode",
     "Generation",
     "RallyError",

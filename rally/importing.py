@@ -14,6 +14,13 @@ from typing import Any
 
 from rally.types import RallyError
 
+_being_imported: list[Path] = []
+
+
+def file_being_imported() -> Path | None:
+    """The file that `import_file` executes now; None if it executes none."""
+    return _being_imported[-1] if _being_imported else None
+
 
 class ImportFailed(RallyError):
     """A module cannot be imported. The text is only the reason; the caller adds which module, and what to do."""
@@ -49,11 +56,14 @@ def import_file(path: Path, kind: str) -> ModuleType:
         raise ImportFailed("its name does not end in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and typing look up the module there
+    _being_imported.append(path)
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit, GeneratorExit) as error:  # user code may raise anything
         del sys.modules[name]
         raise ImportFailed(reason_of(error)) from error
+    finally:
+        _being_imported.pop()
     return module
 
 

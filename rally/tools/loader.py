@@ -26,7 +26,15 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rally.importing import INSTALLED, ImportFailed, import_file, import_module, look_in, of_installed_verl
+from rally.importing import (
+    INSTALLED,
+    ImportFailed,
+    import_file,
+    import_module,
+    import_path,
+    look_in,
+    of_installed_verl,
+)
 from rally.redact import learn_tree
 from rally.tools.base import BaseTool
 from rally.tools.builtin.answer_check import Geo3kTool, Gsm8kTool
@@ -34,7 +42,7 @@ from rally.tools.builtin.calculator import Calculator
 from rally.tools.builtin.code_interpreter import CodeInterpreter
 from rally.tools.builtin.image_zoom import ImageZoomInTool
 from rally.tools.builtin.search import SearchTool
-from rally.tools.function_tool import FunctionTool
+from rally.tools.function_tool import FunctionTool, function_tool
 from rally.tools.mcp.config import is_mcp
 from rally.tools.plain_class_tool import PlainTool
 from rally.tools.process_tool import load_in_process
@@ -179,6 +187,15 @@ def load_function_tools(path: str | Path, *, processes: bool = False) -> list[Ba
         raise ToolConfigError(f"{path} defines no tool; put @function_tool above a function")
     check_names(tools, str(path))
     return list(tools)
+
+
+def function_tool_of(path: str, name: str) -> FunctionTool:
+    """The function `name` of a file, or of a module as `pkg://package.module`, as a tool."""
+    try:
+        found = getattr(import_path(path, "tools_of"), name)
+    except ImportFailed as failed:
+        raise _broken(f"the tool file {path}", failed) from failed
+    return found if isinstance(found, FunctionTool) else function_tool(found)
 
 
 def check_names(tools: list[Any], where: str) -> None:

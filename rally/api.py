@@ -1,0 +1,225 @@
+"""`AgentTrainer`: training from Python, with rows, tools and a reward as objects instead of paths.
+
+What is given is written into `<out>/inputs`. The run is otherwise `rally train` with the same keys: tools and rewards
+run in processes of their own, which import them from the file that defines them, so they must be functions of a file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import inspect
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rally import distributed, importing
+from rally.config import Config, load_config
+from rally.config.yaml_files import Tree, put
+from rally.data import write_rows
+from rally.runs.build.run_inputs import RunOutcome
+from rally.runs.dry_run import dry_run
+from rally.tools.function_tool import FunctionTool
+from rally.track import RunConsole, RunFolder
+from rally.types import RallyError
+from rally.util.atomic_files import atomic_file
+from rally.util.subprocesses import start_tied
+
+Rows = str | Path | Iterable[Mapping[str, Any]]
+"""A file of rows, or rows: a list of mappings, a data set of the package datasets, or a DataFrame."""
+
+PROGRAM = """
+import runpy
+from rally.util.process_guard import end_with_parent
+
+end_with_parent()
+runpy.run_module("rally.cli", run_name="__main__")
+"""
+SOURCE = "rows"  # data_source of rows that name none
+
+
+class TrainerError(RallyError):
+    """Arguments of an AgentTrainer that cannot be used."""
+
+
+class AgentTrainer:
+    """Trains an agent by reinforcement learning. A second call with the same `out` resumes.
+
+    Args:
+        model: a folder or a name on the Hub.
+        rows: mappings with `prompt` (text or messages) and `answer`, or complete rows (docs/data.md), or their file.
+            Further entries reach the reward function in `extra_info`.
+        reward: a function of (data_source, solution_str, ground_truth, extra_info) in a file of yours. Without it,
+            complete rows name built-in ones.
+        tools: typed functions in a file of yours.
+        val_rows: rows to validate on.
+        out: the run folder.
+        keys: any other keys of the configuration, such as {"trainer.total_training_steps": 10}; they win.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        rows: Rows,
+        reward: Callable[..., Any] | None = None,
+        *,
+        tools: Sequence[Callable[..., Any]] = (),
+        val_rows: Rows | None = None,
+        out: str | Path = "runs/agent",
+        keys: Mapping[str, Any] | None = None,
+        console: RunConsole | None = None,
+    ) -> None:
+        if file := importing.file_being_imported():
+            raise TrainerError(
+                f"a process of the run imports {file} for a function of it, and would start another run; make the "
+                "AgentTrainer under if __name__ == '__main__':"
+            )
+        self._inputs, self._console = Path(out).expanduser().absolute() / "inputs", console
+        given: dict[str, Any] = {
+            "actor_rollout_ref.model.path": str(model),
+            "trainer.default_local_dir": str(self._inputs.parent),
+            "data.train_files": self._file_of(rows, "train", reward is not None),
+        }
+        if val_rows is not None:
+            given["data.val_files"] = self._file_of(val_rows, "val", reward is not None)
+        if reward is not None:
+            place = _place_of(reward, "the reward function")
+            given |= {"custom_reward_function.path": place.module, "custom_reward_function.name": place.name}
+        if tools:
+            given["actor_rollout_ref.rollout.multi_turn.function_tool_path"] = self._tools_file(tools)
+        tree: Tree = {}
+        for key, value in {**given, **(keys or {})}.items():
+            tree = put(tree, key, value)
+        self.config: Config = load_config(base=tree)
+
+    def train(self) -> RunOutcome:
+        """Train to the end, and return the run folder, the number of steps and the last validation. In a notebook the
+        run is a process of its own, whose output is shown; an interrupt ends it after its step."""
+        self.config.require_training()
+        return self._elsewhere("train") if _in_event_loop() else distributed.train(self.config, self._console)
+
+    def evaluate(self) -> RunOutcome:
+        """Validate the model on `val_rows` without training."""
+        return self._elsewhere("eval") if _in_event_loop() else distributed.evaluate(self.config, self._console)
+
+    def dry_run(self) -> None:
+        """Print the configuration, the first prompt, the tools and the memory plan."""
+        dry_run(self.config, self._console or RunConsole())
+
+    def _file_of(self, rows: Rows, name: str, scored: bool) -> str:
+        if isinstance(rows, str | Path):
+            return str(rows)
+        frame: Any = rows
+        records = frame.to_dict("records") if hasattr(rows, "iloc") else rows  # of a DataFrame
+        complete = [_complete(row, number, scored) for number, row in enumerate(records)]
+        if not complete:
+            raise TrainerError(f"there are no {name} rows; give at least one")
+        part = self._inputs / f"{name}.parquet"
+        write_rows(complete, part)
+        # Other rows have another name, so that a run that is resumed with them says so.
+        path = part.with_stem(f"{name}-{hashlib.sha256(part.read_bytes()).hexdigest()[:12]}")
+        part.replace(path)
+        return str(path)
+
+    def _tools_file(self, tools: Sequence[Callable[..., Any]]) -> str:
+        lines = ['"""The tools of a run, written by rally.AgentTrainer."""', ""]
+        lines += ["from rally.tools.loader import function_tool_of", ""]
+        for number, tool in enumerate(tools):
+            place = _place_of(tool.function if isinstance(tool, FunctionTool) else tool, "a tool")
+            lines.append(f"tool_{number} = function_tool_of({place.module!r}, {place.name!r})")
+        text = "\n".join(lines) + "\n"
+        path = self._inputs / f"tools_{hashlib.sha256(text.encode()).hexdigest()[:12]}.py"
+        self._inputs.mkdir(parents=True, exist_ok=True)
+        with atomic_file(path) as part:
+            part.write_text(text, encoding="utf-8")
+        return str(path)
+
+    def _elsewhere(self, command: str) -> RunOutcome:
+        """Run `rally train` or `rally eval` as a child process and show what it prints."""
+        path = self._inputs / f"{command}.yaml"
+        self._inputs.mkdir(parents=True, exist_ok=True)
+        with atomic_file(path) as part:
+            part.write_text(self.config.to_yaml(), encoding="utf-8")
+        words = [sys.executable, "-c", PROGRAM, command, str(path)]
+        folders = [str(Path(entry or Path.cwd()).absolute()) for entry in sys.path]  # where this process finds modules
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "PYTHONUNBUFFERED": "1"}
+        problem: list[str] = []
+        options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        # In a group of its own, because an interrupt reaches this process and is passed on once.
+        with start_tied(words, env=environment, process_group=0, **options) as process:
+            assert process.stdout is not None
+            while True:
+                try:
+                    for line in process.stdout:
+                        sys.stdout.write(line)
+                        if problem or line.startswith("rally: "):
+                            problem.append(line)
+                    break
+                except KeyboardInterrupt:
+                    process.send_signal(signal.SIGINT)
+        if process.returncode:
+            told = "".join(problem).removeprefix("rally: ").strip()
+            raise TrainerError(told or f"the run ended with exit code {process.returncode}; see its output")
+        folder = RunFolder(self.config.run_dir if command == "train" else self.config.run_dir / "eval")
+        rows = folder.read_metrics()
+        validated = [row for row in rows if any(name.startswith("val-") for name in row.metrics)]
+        return RunOutcome(folder.path, rows[-1].step, validated[-1].metrics if validated else {})
+
+
+class _Place(NamedTuple):
+    """Where another process imports a function: a file or pkg://module, and its name there."""
+
+    module: str
+    name: str
+
+
+def _place_of(function: Callable[..., Any], what: str) -> _Place:
+    name = getattr(function, "__qualname__", type(function).__name__)
+    if not inspect.isfunction(function) or not name.isidentifier():
+        raise TrainerError(f"{what} {name} must be a function at the top level of a file; define it there")
+    module = sys.modules[function.__module__]
+    file = getattr(module, "__file__", None)
+    if file is None:
+        raise TrainerError(
+            f"{what} {name} is defined in a notebook or at a prompt, where no other process can import it; write it "
+            "to a file (in a notebook: %%writefile my_agent.py) and import it from there"
+        )
+    found = getattr(module, name, None)
+    if found is not function and getattr(found, "function", None) is not function:
+        raise TrainerError(f"{what} {name} is not what {file} has under this name; give the function itself")
+    inside = "." in module.__name__ or (module.__name__ != "__main__" and hasattr(module, "__path__"))
+    return _Place(f"pkg://{module.__name__}" if inside else str(Path(file).absolute()), name)
+
+
+def _complete(row: object, number: int, scored: bool) -> dict[str, Any]:
+    """The row in the form of files (docs/data.md)."""
+    if not isinstance(row, Mapping):
+        raise TrainerError(f"row {number} is a {type(row).__name__}; give mappings with prompt and answer")
+    if "data_source" in row or "reward_model" in row:
+        return dict(row)
+    if not scored:
+        raise TrainerError(f"row {number} has no data_source, and there is no reward function; give reward=")
+    missing = [name for name in ("prompt", "answer") if row.get(name) is None]
+    if missing:
+        raise TrainerError(f"row {number} has no {' and no '.join(missing)}, but {', '.join(map(str, row))}; add it")
+    prompt = row["prompt"]
+    others = {name: value for name, value in row.items() if name not in ("prompt", "answer")}
+    return {
+        "data_source": SOURCE,
+        "prompt": [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt,
+        "reward_model": {"style": "rule", "ground_truth": row["answer"]},
+        **({"extra_info": others} if others else {}),
+    }
+
+
+def _in_event_loop() -> bool:
+    """Whether an event loop runs in this thread, as in a notebook, so that a run cannot start its own."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

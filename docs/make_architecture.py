@@ -18,6 +18,7 @@ INK, SOFT, LINE = "#1d2733", "#5b6b7c", "#9fb0c0"
 COLORS = {"data": "#e8f1fb", "play": "#e7f6ec", "learn": "#fdf1e3", "keep": "#f1ecfa"}
 ABOUT = {
     "cli": "one module per command",
+    "api": "AgentTrainer, for Python",
     "demo": "the CPU demo",
     "distributed": "the same run on several ranks",
     "doctor": "checks before a run",

@@ -25,6 +25,7 @@ from rally.runs.build.run_inputs import RunOutcome
 from rally.runs.dry_run import dry_run
 from rally.tools.function_tool import FunctionTool
 from rally.track import RunConsole, RunFolder
+from rally.train.interrupt_signals import EXIT_CODE, RunStopped
 from rally.types import RallyError
 from rally.util.atomic_files import atomic_file
 from rally.util.subprocesses import start_tied
@@ -39,6 +40,8 @@ from rally.util.process_guard import end_with_parent
 end_with_parent()
 runpy.run_module("rally.cli", run_name="__main__")
 """
+COLOURS = ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
+"""Variables of a notebook by which a progress bar would take its output for a terminal."""
 SOURCE = "rows"  # data_source of rows that name none
 
 
@@ -98,7 +101,8 @@ class AgentTrainer:
 
     def train(self) -> RunOutcome:
         """Train to the end, and return the run folder, the number of steps and the last validation. In a notebook the
-        run is a process of its own, whose output is shown; an interrupt ends it after its step."""
+        run is a process of its own, whose output is shown. An interrupt ends it after its step with RunStopped, a
+        KeyboardInterrupt."""
         self.config.require_training()
         return self._elsewhere("train") if _in_event_loop() else distributed.train(self.config, self._console)
 
@@ -146,7 +150,8 @@ class AgentTrainer:
             part.write_text(self.config.to_yaml(), encoding="utf-8")
         words = [sys.executable, "-c", PROGRAM, command, str(path)]
         folders = [str(Path(entry or Path.cwd()).absolute()) for entry in sys.path]  # where this process finds modules
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "PYTHONUNBUFFERED": "1"}
+        environment = {name: value for name, value in os.environ.items() if name not in COLOURS}
+        environment |= {"PYTHONPATH": os.pathsep.join(folders), "PYTHONUNBUFFERED": "1"}
         problem: list[str] = []
         options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         # In a group of its own, because an interrupt reaches this process and is passed on once.
@@ -156,11 +161,15 @@ class AgentTrainer:
                 try:
                     for line in process.stdout:
                         sys.stdout.write(line)
-                        if problem or line.startswith("rally: "):
+                        if line.startswith("rally: "):
+                            problem = [line]
+                        elif problem:
                             problem.append(line)
                     break
                 except KeyboardInterrupt:
                     process.send_signal(signal.SIGINT)
+        if process.returncode == EXIT_CODE:
+            raise RunStopped
         if process.returncode:
             told = "".join(problem).removeprefix("rally: ").strip()
             raise TrainerError(told or f"the run ended with exit code {process.returncode}; see its output")

@@ -21,6 +21,7 @@ from rally import distributed, importing
 from rally.config import Config, load_config
 from rally.config.yaml_files import Tree, put
 from rally.data import write_rows
+from rally.rewards.completions import takes_completions
 from rally.runs.build.run_inputs import RunOutcome
 from rally.runs.dry_run import dry_run
 from rally.tools.function_tool import FunctionTool
@@ -56,8 +57,10 @@ class AgentTrainer:
         model: a folder or a name on the Hub.
         rows: mappings with `prompt` (text or messages) and `answer`, or complete rows (docs/data.md), or their file.
             Further entries reach the reward function in `extra_info`.
-        reward: a function of (data_source, solution_str, ground_truth, extra_info) in a file of yours. Without it,
-            complete rows name built-in ones.
+        reward: a function of (data_source, solution_str, ground_truth, extra_info) in a file of yours, or, as in TRL,
+            one or several of (prompts, completions, and columns of the rows). Without it, complete rows name built-in
+            ones.
+        reward_weights: a weight for each of several reward functions; 1 for all by default.
         tools: typed functions in a file of yours.
         val_rows: rows to validate on.
         out: the run folder.
@@ -68,8 +71,9 @@ class AgentTrainer:
         self,
         model: str | Path,
         rows: Rows,
-        reward: Callable[..., Any] | None = None,
+        reward: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None,
         *,
+        reward_weights: Sequence[float] | None = None,
         tools: Sequence[Callable[..., Any]] = (),
         val_rows: Rows | None = None,
         out: str | Path = "runs/agent",
@@ -85,13 +89,12 @@ class AgentTrainer:
         given: dict[str, Any] = {
             "actor_rollout_ref.model.path": str(model),
             "trainer.default_local_dir": str(self._inputs.parent),
-            "data.train_files": self._file_of(rows, "train", reward is not None),
+            "data.train_files": self._file_of(rows, "train", reward),
         }
         if val_rows is not None:
-            given["data.val_files"] = self._file_of(val_rows, "val", reward is not None)
+            given["data.val_files"] = self._file_of(val_rows, "val", reward)
         if reward is not None:
-            place = _place_of(reward, "the reward function")
-            given |= {"custom_reward_function.path": place.module, "custom_reward_function.name": place.name}
+            given |= self._reward_keys([reward] if callable(reward) else list(reward), reward_weights)
         if tools:
             given["actor_rollout_ref.rollout.multi_turn.function_tool_path"] = self._tools_file(tools)
         tree: Tree = {}
@@ -114,12 +117,35 @@ class AgentTrainer:
         """Print the configuration, the first prompt, the tools and the memory plan."""
         dry_run(self.config, self._console or RunConsole())
 
-    def _file_of(self, rows: Rows, name: str, scored: bool) -> str:
+    def _reward_keys(self, functions: Sequence[Callable[..., Any]], weights: Sequence[float] | None) -> dict[str, Any]:
+        places = [_place_of(function, "the reward function") for function in functions]
+        section = "custom_reward_function"
+        if not all(map(takes_completions, functions)):
+            if len(functions) != 1 or weights is not None:
+                raise TrainerError("several reward functions, or weights, need functions of completions, as in TRL")
+            return {f"{section}.path": places[0].module, f"{section}.name": places[0].name}
+        weights = [1.0] * len(functions) if weights is None else [float(weight) for weight in weights]
+        if len(weights) != len(functions):
+            raise TrainerError(f"there are {len(functions)} reward functions and {len(weights)} weights; give as many")
+        made = f"reward = completions_reward({[tuple(place) for place in places]!r}, {weights!r})"
+        path = self._written("reward", ["from rally.rewards.completions import completions_reward", "", made])
+        return {f"{section}.path": path, f"{section}.name": "reward", "reward_model.reward_manager": "batch"}
+
+    def _written(self, name: str, lines: Sequence[str]) -> str:
+        """A Python file of the run, whose name depends on its content."""
+        text = "\n".join([f'"""The {name} of a run, written by rally.AgentTrainer."""', "", *lines, ""])
+        path = self._inputs / f"{name}_{hashlib.sha256(text.encode()).hexdigest()[:12]}.py"
+        self._inputs.mkdir(parents=True, exist_ok=True)
+        with atomic_file(path) as part:
+            part.write_text(text, encoding="utf-8")
+        return str(path)
+
+    def _file_of(self, rows: Rows, name: str, reward: object) -> str:
         if isinstance(rows, str | Path):
             return str(rows)
         frame: Any = rows
         records = frame.to_dict("records") if hasattr(rows, "iloc") else rows  # of a DataFrame
-        complete = [_complete(row, number, scored) for number, row in enumerate(records)]
+        complete = [_complete(row, number, reward) for number, row in enumerate(records)]
         if not complete:
             raise TrainerError(f"there are no {name} rows; give at least one")
         part = self._inputs / f"{name}.parquet"
@@ -130,17 +156,11 @@ class AgentTrainer:
         return str(path)
 
     def _tools_file(self, tools: Sequence[Callable[..., Any]]) -> str:
-        lines = ['"""The tools of a run, written by rally.AgentTrainer."""', ""]
-        lines += ["from rally.tools.loader import function_tool_of", ""]
+        lines = ["from rally.tools.loader import function_tool_of", ""]
         for number, tool in enumerate(tools):
             place = _place_of(tool.function if isinstance(tool, FunctionTool) else tool, "a tool")
             lines.append(f"tool_{number} = function_tool_of({place.module!r}, {place.name!r})")
-        text = "\n".join(lines) + "\n"
-        path = self._inputs / f"tools_{hashlib.sha256(text.encode()).hexdigest()[:12]}.py"
-        self._inputs.mkdir(parents=True, exist_ok=True)
-        with atomic_file(path) as part:
-            part.write_text(text, encoding="utf-8")
-        return str(path)
+        return self._written("tools", lines)
 
     def _elsewhere(self, command: str) -> RunOutcome:
         """Run `rally train` or `rally eval` as a child process and show what it prints."""
@@ -204,23 +224,24 @@ def _place_of(function: Callable[..., Any], what: str) -> _Place:
     return _Place(f"pkg://{module.__name__}" if inside else str(Path(file).absolute()), name)
 
 
-def _complete(row: object, number: int, scored: bool) -> dict[str, Any]:
+def _complete(row: object, number: int, reward: object) -> dict[str, Any]:
     """The row in the form of files (docs/data.md)."""
     if not isinstance(row, Mapping):
         raise TrainerError(f"row {number} is a {type(row).__name__}; give mappings with prompt and answer")
     if "data_source" in row or "reward_model" in row:
         return dict(row)
-    if not scored:
+    if reward is None:
         raise TrainerError(f"row {number} has no data_source, and there is no reward function; give reward=")
-    missing = [name for name in ("prompt", "answer") if row.get(name) is None]
+    in_columns = not callable(reward) or takes_completions(reward)  # a function of completions names its columns
+    missing = [name for name in ("prompt", *(() if in_columns else ("answer",))) if row.get(name) is None]
     if missing:
         raise TrainerError(f"row {number} has no {' and no '.join(missing)}, but {', '.join(map(str, row))}; add it")
-    prompt = row["prompt"]
-    others = {name: value for name, value in row.items() if name not in ("prompt", "answer")}
+    prompt, answer = row["prompt"], row.get("answer")
+    others = {name: value for name, value in row.items() if name != "prompt" and (in_columns or name != "answer")}
     return {
         "data_source": SOURCE,
         "prompt": [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt,
-        "reward_model": {"style": "rule", "ground_truth": row["answer"]},
+        "reward_model": {"style": "model"} if answer is None else {"style": "rule", "ground_truth": answer},
         **({"extra_info": others} if others else {}),
     }
 

@@ -17,6 +17,7 @@ from rally.api import AgentTrainer, TrainerError
 from rally.config import load_config
 from rally.data import load_tasks
 from rally.importing import ImportFailed, import_file
+from rally.rewards.custom_functions import load_reward_function
 from rally.runs.train import train
 from rally.tools.loader import load_function_tools
 from rally.track import RunFolder
@@ -44,6 +45,14 @@ def twice(number: int) -> str:
 
 def reward(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": (sum(map(ord, solution_str)) % 7) / 7, "level": extra_info["level"], "truth": len(ground_truth)}
+
+
+def right(completions, solution, **kwargs):
+    return [float(c[-1]["content"] == s) for c, s in zip(completions, solution)]
+
+
+def short(completions, completion_ids, **kwargs):
+    return [-len(ids) for ids in completion_ids]
 
 
 class Inner:
@@ -108,6 +117,30 @@ def test_a_run_from_python_is_that_of_its_files(home: Path, tmp_path: Path, agen
     assert again.config.data.train_files != trainer.config.data.train_files, "a resumed run tells that rows changed"
 
 
+def test_reward_functions_in_the_form_of_trl(tmp_path: Path, agent: ModuleType) -> None:
+    rows = [{"prompt": [{"role": "user", "content": "1+1?"}], "solution": "2"}]
+    made = AgentTrainer("m", rows, [agent.right, agent.short], reward_weights=[1, 0.1], out=tmp_path / "a")
+    assert made.config.reward_manager_name == "batch"
+    [task] = load_tasks(made.config.data.train_files)
+    assert task.extra_info == {"solution": "2"} and task.ground_truth is None
+    chosen = made.config.reward_function
+    function: Any = load_reward_function(chosen.path, chosen.name, batch=True)
+    request = {
+        "data_source": "rows",
+        "solution_str": "2",
+        "ground_truth": None,
+        "extra_info": {
+            "solution": "2",
+            "messages": [{"role": "user", "text": "1+1?"}, {"role": "assistant", "text": "2"}],
+        },
+        "prompt_messages": 1,
+        "completion_ids": [5, 6],
+    }
+    assert asyncio.run(function([request]))["scores"] == [{"right": 1.0, "short": -2.0, "score": 0.8}]
+    single = AgentTrainer("m", rows, agent.right, out=tmp_path / "b").config
+    assert single.reward_manager_name == "batch"
+
+
 def test_in_a_notebook_the_run_is_a_process(
     home: Path, tmp_path: Path, agent: ModuleType, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -145,6 +178,10 @@ def local(data_source: str, solution_str: str, ground_truth: str, extra_info: An
     return 0.0
 
 
+def trl(completions: list[Any], **kwargs: Any) -> list[float]:
+    return [0.0] * len(completions)
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
@@ -152,6 +189,8 @@ def local(data_source: str, solution_str: str, ground_truth: str, extra_info: An
         ({"rows": [["a", "b"]]}, "row 0 is a list; give mappings with prompt and answer"),
         ({"rows": [{"question": "?", "answer": "1"}]}, "row 0 has no prompt, but question, answer"),
         ({"rows": [{"prompt": "?"}]}, "row 0 has no answer, but prompt"),
+        ({"reward": [local, local]}, "several reward functions, or weights, need functions of completions"),
+        ({"reward": [trl, trl], "reward_weights": [1.0]}, "there are 2 reward functions and 1 weights; give as many"),
         ({"reward": None}, "row 0 has no data_source, and there is no reward function"),
         ({"reward": lambda *args: 0.0}, "the reward function <lambda> must be a function at the top level of a file"),
         ({"tools": ["calculator"]}, "a tool str must be a function at the top level of a file"),

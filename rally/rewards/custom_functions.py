@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from rally.importing import ImportFailed, import_path
 from rally.rewards import registry
+from rally.rewards.completions import CompletionsReward, takes_completions
 from rally.rewards.registry import ARGUMENTS, BATCH_ARGUMENTS, RewardFunction, register_reward
 from rally.rewards.score import RewardError
 
@@ -123,24 +124,40 @@ def load_reward_function(
     if batch and routed:
         raise RewardError("reward_manager=batch needs a function of your own; set custom_reward_function.path and name")
     label = f"the reward function {name} of {path}"
+    if isinstance(function, CompletionsReward) or takes_completions(function):
+        if not batch:
+            raise RewardError(f"{label} scores the completions of a whole batch; set reward_model.reward_manager=batch")
+        made = function if isinstance(function, CompletionsReward) else CompletionsReward([function], kwargs=kwargs)
+        return BatchFunction(made, made.needs_ids)
     registry.check_call(function, label, kwargs, BATCH_ARGUMENTS if batch else ARGUMENTS)
     if routed:
         registry.check_keywords(kwargs)
         registry.check_equality(kwargs)
     bound = functools.partial(function, **kwargs)
-    return functools.partial(_score_batch, bound) if batch else bound
+    return BatchFunction(functools.partial(_of_lists, bound)) if batch else bound
 
 
-async def _score_batch(function: RewardFunction, requests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One answer for the whole batch, in the form of a single score; its own `score` is unused."""
+@dataclass(frozen=True)
+class BatchFunction:
+    """Scores a whole batch by a function of its requests, and answers in the form of a single score, whose own `score`
+    is unused."""
+
+    function: Callable[[Sequence[Mapping[str, Any]]], Any]
+    needs_ids: bool = False
+
+    async def __call__(self, requests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        value: Any = self.function(requests)
+        scores = list(await value if inspect.isawaitable(value) else value)
+        if len(scores) != len(requests):
+            raise RewardError(
+                f"the reward function returned {len(scores)} scores for {len(requests)} episodes; return one for each"
+            )
+        return {"score": 0.0, "scores": scores}
+
+
+def _of_lists(function: RewardFunction, requests: Sequence[Mapping[str, Any]]) -> Any:
     lists = zip(ARGUMENTS, BATCH_ARGUMENTS, strict=True)
-    value: Any = function(**{many: [request[one] for request in requests] for one, many in lists})
-    scores = list(await value if inspect.isawaitable(value) else value)
-    if len(scores) != len(requests):
-        raise RewardError(
-            f"the reward function returned {len(scores)} scores for {len(requests)} episodes; return one for each"
-        )
-    return {"score": 0.0, "scores": scores}
+    return function(**{many: [request[one] for request in requests] for one, many in lists})
 
 
 def _custom_function(path: str, name: str) -> RewardFunction:

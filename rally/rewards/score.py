@@ -18,6 +18,13 @@ from rally.types import Episode, RallyError, brief, finite_number
 MAX_INT_BITS = 10_000  # Python writes and reads no integers of more than 4300 digits
 
 
+FACTS = (
+    *("num_turns", "turn_scores", "tool_rewards", "rollout_reward_scores", "messages", "stop_reason"),
+    *("interaction_score", "agent_answer", "last_turn"),
+)
+"""The entries of `extra_info` that are facts about the episode."""
+
+
 def plain(value: Any) -> Any:
     """The nearest JSON value."""
     if isinstance(value, int) and value.bit_length() > MAX_INT_BITS:

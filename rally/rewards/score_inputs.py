@@ -7,7 +7,7 @@ of the episode, as in a worker.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rally.rewards.custom_functions import load_reward_function
@@ -31,6 +31,16 @@ def request_of(episode: Episode) -> dict[str, Any]:
         "ground_truth": episode.task.ground_truth,
         "extra_info": {**episode.task.extra_info, **_episode_facts(episode)},
     }
+
+
+def batch_request_of(episodes: Sequence[Episode], *, with_ids: bool) -> dict[str, Any]:
+    """The request of a function that scores a whole batch."""
+    requests = []
+    for episode in episodes:
+        ids = [id for segment in episode.segments for id in segment.response_ids]
+        more = {"completion_ids": ids} if with_ids else {}
+        requests.append({**request_of(episode), "prompt_messages": len(episode.task.prompt), **more})
+    return {"requests": requests}
 
 
 def _episode_facts(episode: Episode) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Self
 from rally.rewards import registry
 from rally.rewards.custom_functions import JudgeAddress
 from rally.rewards.score import RewardError, Score, decode, encode
-from rally.rewards.score_inputs import BuiltIn, request_of
+from rally.rewards.score_inputs import BuiltIn, batch_request_of, request_of
 from rally.types import Episode, RallyError
 from rally.util.rate_limit import TokenBucket
 from rally.util.subprocesses import kill_group, start_tied
@@ -76,6 +76,7 @@ class RewardWorker:
         self._poll = select.poll()
         self._poll.register(self._answers, select.POLLIN)
         self._ready = False
+        self.needs_ids = False  # whether the function reads the ids of completions
         with contextlib.suppress(BrokenPipeError):  # wait_ready reports a process that is dead already
             self._send(encode({"spec": asdict(spec), "timeout": timeout, "load_timeout": LOAD_SECONDS}))
 
@@ -89,7 +90,8 @@ class RewardWorker:
         if self._ready:
             return
         line = self._read_line(LOAD_SECONDS + GRACE_SECONDS)
-        error = decode(line).get("error") if line else None
+        answer = decode(line) if line else {}
+        error, self.needs_ids = answer.get("error"), bool(answer.get("needs_ids"))
         self._ready = bool(line) and error is None
         if not self._ready:
             self.kill()
@@ -224,7 +226,7 @@ class Scorer:
         assert self._spec.batch, "this function takes one episode at a time"
         if not episodes:
             return []
-        whole = await self._ask({"requests": [request_of(episode) for episode in episodes]})
+        whole = await self._ask(batch_request_of(episodes, with_ids=any(w.needs_ids for w in self._workers)))
         if whole.error is not None:
             return [whole] * len(episodes)
         return [Score.of(value, whole.seconds / len(episodes)) for value in whole.info["scores"]]

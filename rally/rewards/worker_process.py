@@ -1,9 +1,9 @@
 """The main function of a reward worker process. It runs one request at a time and exits at a deadline.
 
-The first line on stdin is the spec; the answer is `{}` or `{"error": sentence}`. Each further line is a request, each
-answer a Score. The deadline covers only the function. It is enforced by faulthandler's C thread, which needs no GIL, so
-a runaway regular expression cannot block it; the traceback is written to stderr. The process exits at the end of stdin,
-also when its parent dies; if it hangs or is stopped then, the kernel kills it.
+The first line on stdin is the spec; the answer is `{"needs_ids": bool}` or `{"error": sentence}`. Each further line is
+a request, each answer a Score. The deadline covers only the function. It is enforced by faulthandler's C thread, which
+needs no GIL, so a runaway regular expression cannot block it; the traceback is written to stderr. The process exits at
+the end of stdin, also when its parent dies; if it hangs or is stopped then, the kernel kills it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> None:
         return
     finally:
         faulthandler.cancel_dump_traceback_later()
-    channels.answers.write(encode({}))
+    channels.answers.write(encode({"needs_ids": getattr(function, "needs_ids", False)}))
     with asyncio.Runner() as runner:  # one event loop for all requests, so that an async function can keep its client
         for line in channels.requests:
             _truncate_stderr()

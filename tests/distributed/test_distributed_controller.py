@@ -67,17 +67,16 @@ def test_a_process_without_the_secret_is_no_rank(monkeypatch: pytest.MonkeyPatch
     def answering(proof: Callable[[int, torch.Tensor], torch.Tensor]) -> None:
         asked.clear()
 
-        def all_gather(gathered: list[torch.Tensor], mine: torch.Tensor, group: object) -> None:
-            gathered[0].copy_(mine)
-            gathered[1].copy_(proof(len(asked), mine))
+        def all_to_all(got: torch.Tensor, mine: torch.Tensor, group: object) -> None:
+            got.copy_(torch.cat([mine[:32], proof(len(asked), mine)]))
             asked.append(1)
 
-        monkeypatch.setattr(process_group.dist, "all_gather", all_gather)
+        monkeypatch.setattr(process_group.dist, "all_to_all_single", all_to_all)
 
-    answering(lambda number, _: process_group.membership_proof(secret, number, 1))
+    answering(lambda number, _: process_group.membership_proofs(secret, number, 1, [0, 1])[0][:32])
     group._check_members(["world", "numbers", "messages"])
     assert len(asked) == 3
-    for wrong in (lambda number, mine: mine, lambda number, mine: torch.zeros(32, dtype=torch.uint8)):
+    for wrong in (lambda number, mine: mine[32:], lambda number, mine: torch.zeros(32, dtype=torch.uint8)):
         answering(wrong)
         with pytest.raises(RallyError, match="not a rank of this run"):
             group._check_members(["numbers", "messages"])

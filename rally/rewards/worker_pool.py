@@ -76,8 +76,9 @@ class RewardWorker:
         self._poll = select.poll()
         self._poll.register(self._answers, select.POLLIN)
         self._ready = False
+        os.set_blocking(self._requests.fileno(), False)
         with contextlib.suppress(BrokenPipeError):  # wait_ready reports a process that is dead already
-            self._send(encode({"spec": asdict(spec), "timeout": timeout, "load_timeout": LOAD_SECONDS}))
+            self._send(encode({"spec": asdict(spec), "timeout": timeout, "load_timeout": LOAD_SECONDS}), LOAD_SECONDS)
 
     @property
     def ended(self) -> bool:
@@ -99,12 +100,13 @@ class RewardWorker:
         """Score one request. None: the process had died while idle, so nothing ran and it may be sent again."""
         self.wait_ready()
         start = time.monotonic()
+        limit = self.timeout + GRACE_SECONDS
         try:
-            self._send(request)
+            sent = self._send(request, limit)
         except BrokenPipeError:
             self.kill()
             return None
-        line = self._read_line(self.timeout + GRACE_SECONDS)
+        line = self._read_line(limit - (time.monotonic() - start)) if sent else b""
         if line:
             return Score(**decode(line) | {"printed": self._printed()})
         self.kill()
@@ -121,10 +123,18 @@ class RewardWorker:
         for file in (self._requests, self._answers, self._stderr):
             file.close()
 
-    def _send(self, line: bytes) -> None:
+    def _send(self, line: bytes, seconds: float) -> bool:
+        """Whether all of it was sent in time: a process that is stopped, or that code which it left running keeps busy,
+        reads no more than its pipe holds."""
+        ready = select.poll()
+        ready.register(self._requests, select.POLLOUT)
+        deadline = time.monotonic() + seconds
         left = memoryview(line)
-        while left:  # a pipe may take only part of a long line
+        while left:
+            if not ready.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                return False
             left = left[os.write(self._requests.fileno(), left) :]
+        return True
 
     def _read_line(self, seconds: float) -> bytes:
         """The next answer; empty if the process ended or the time is up."""

@@ -132,7 +132,7 @@ def test_a_rank_that_ends_before_it_joins_is_told_with_its_log(controller: Contr
     began = time.monotonic()
     with pytest.raises(LostRank, match="rank 1 of 2, which held a shard of the policy, has ended") as caught:
         controller.start(PLAN)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 120, "not after start_seconds"
     assert f"its log is {tmp_path / 'rank-1.log'} and ends with" in str(caught.value)
     assert "no room" in str(caught.value) and "exit status 3" in str(caught.value)
     with pytest.raises(LostRank, match="rank 1 of 2"), controller._computation():
@@ -142,8 +142,8 @@ def test_a_rank_that_ends_before_it_joins_is_told_with_its_log(controller: Contr
 async def test_a_rollout_does_not_go_on_without_a_rank(controller: Controller) -> None:
     watched(controller)
     with pytest.raises(LostRank, match="rank 1 of 2"):
-        async with asyncio.timeout(10), controller.watch():
-            await asyncio.sleep(30)
+        async with asyncio.timeout(60), controller.watch():
+            await asyncio.sleep(100)
 
 
 async def test_an_error_of_rank_0_is_not_replaced_by_the_loss_that_follows_it(controller: Controller) -> None:

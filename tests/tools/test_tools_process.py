@@ -348,7 +348,7 @@ def test_nothing_is_left_when_the_tools_are_closed(boxes: list[ToolBox]) -> None
     text = asyncio.run(ask(box, "wait", seconds=0)).response.text or ""
     pid = int(text.split()[1])
     box.close()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while Path(f"/proc/{pid}").exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)

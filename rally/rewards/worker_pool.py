@@ -279,13 +279,16 @@ class Scorer:
     def _score(self, request: bytes) -> Score:
         worker = self._idle.get()
         try:
+            worker = self._living(worker)
             score = worker.ask(request)
             if score is None:
                 worker = self._living(worker)
                 score = worker.ask(request)
             return score or Score(error="the reward worker ended twice in a row before it could start")
         finally:
-            self._idle.put(self._living(worker))
+            with contextlib.suppress(OSError):  # no process can be started now, as without file descriptors
+                worker = self._living(worker)
+            self._idle.put(worker)  # a dead one too: without it a later call would wait for ever
 
     def _living(self, worker: RewardWorker) -> RewardWorker:
         """The worker, or a new one in place of a dead one. It does not wait for the new one to load."""

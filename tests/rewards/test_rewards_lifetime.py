@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from rally.rewards import RewardError, RewardSpec, Scorer
+from rally.rewards import RewardError, RewardSpec, Scorer, worker_pool
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -91,6 +92,32 @@ async def test_a_worker_that_reads_nothing_misses_its_deadline(write_reward: Any
         assert late.error == "timed out after 0.2s" and wait_until_gone([pid], 30) == []
         scored = await scorer.score(make_episode("long " * 50_000))
         assert scored.reward == 1.0 and scored.info["pid"] != pid
+
+
+@pytest.mark.drill(
+    "reliability",
+    "No reward process can be started in place of one that died",
+    "An error at once; later ones are scored",
+)
+async def test_workers_that_cannot_be_replaced_are_replaced_later(
+    write_reward: Any, make_episode: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_files(*args: object, **options: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async with Scorer(RewardSpec(path=write_reward(PID)), 2, 20) as scorer:
+        pids = [worker.process.pid for worker in scorer._workers]
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        assert wait_until_gone(pids, 30) == []
+        with monkeypatch.context() as patch:
+            patch.setattr(worker_pool, "start_tied", no_files)
+            for _ in range(4):
+                with pytest.raises(OSError, match="Too many open files"):
+                    await scorer.score(make_episode())
+        async with asyncio.timeout(60):
+            scores = await asyncio.gather(*(scorer.score(make_episode()) for _ in range(4)))
+        assert [score.reward for score in scores] == [1.0] * 4
 
 
 async def test_close_ends_the_workers_and_what_they_started(write_reward: Any, make_episode: Any) -> None:

@@ -79,7 +79,7 @@ def test_without_a_network_a_name_is_one_sentence_at_once(
         load("no-one/no-model")
     told = "it is not on this machine, and 127.0.0.1 cannot be reached: [Errno 111] Connection refused"
     assert told in str(caught.value) and "fetch it with `hf download no-one/no-model`" in str(caught.value)
-    assert time.monotonic() - began < 5 and not caplog.records
+    assert time.monotonic() - began < 30 and not caplog.records
 
 
 @pytest.mark.usefixtures("nobody")
@@ -87,7 +87,7 @@ def test_the_encoder_of_an_index_too() -> None:
     began = time.monotonic()
     with pytest.raises(RetrievalError, match="the encoder no-one/no-encoder cannot be loaded"):
         Encoder("no-one/no-encoder", EncoderSettings(), "cpu")
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
 
 
 @pytest.mark.usefixtures("nobody")
@@ -99,7 +99,7 @@ def test_what_was_fetched_before_is_found_without_a_network(tmp_path: Path) -> N
     make_model().save_pretrained(repository / "snapshots" / commit)
     began = time.monotonic()
     assert load_model("some-one/model").config.hidden_size == 96
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
 
 
 def test_a_hub_that_drops_whoever_knocks_is_given_up(point: Point, monkeypatch: pytest.MonkeyPatch) -> None:

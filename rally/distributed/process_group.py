@@ -3,8 +3,10 @@
 Numbers and messages go over gloo. Weights and gradients go over NCCL between GPUs and over gloo between CPU processes.
 On one machine all of it stays on the loopback device, and the rendezvous is a file in a private folder. Across nodes
 the rendezvous is a TCP store of rank 0, and every rank listens on the address of its node only. Others can connect to
-gloo's ports while the group forms. Each rank therefore proves to all others, over every connection, that it knows the
-secret of the rendezvous. (NCCL does the same with the random number of its group.) Traffic is not encrypted.
+gloo's ports while the group forms. Each rank therefore proves to every other, over the connection between them, that it
+knows the secret of the rendezvous. (NCCL does the same with the random number of its group.) With gloo alone, a TCP
+store is sealed with the secret. NCCL's own threads ask their store until the process ends, so it must be none of
+Python's. Traffic is not encrypted.
 
 Shapes: X any numbers.
 """
@@ -46,7 +48,7 @@ from rally.models.vision import image_parts_of, patches_of
 from rally.platforms import PLATFORMS, SEVERAL_ON_ONE_GPU, rank_device, shared_backend
 from rally.train.value_model import HEAD
 from rally.types import RallyError
-from rally.util.rendezvous import LOOPBACK, gloo_on, interface_of, membership_proof
+from rally.util.rendezvous import LOOPBACK, SealedStore, gloo_on, interface_of, membership_proofs
 
 GLOO = "gloo"
 FOREVER = timedelta(days=3650)  # between two messages there may be a rollout of any length
@@ -129,6 +131,8 @@ class ProcessGroup:
                 os.environ.setdefault(platform.socket_interface, interface)
         timeout = timedelta(seconds=seconds)
         self._store = rendezvous.store(world_size) if store is None else store
+        if self._proves and not rendezvous.is_file:  # a file is in a private folder
+            self._store = SealedStore(self._store, self._secret)
         with gloo_on(interface):
             dist.init_process_group(
                 backend,
@@ -180,10 +184,10 @@ class ProcessGroup:
         for group in groups:
             number, self._proved = self._proved, self._proved + 1  # so that no proof is used twice
             members = dist.get_process_group_ranks(group)
-            proofs = [membership_proof(self._secret, number, rank) for rank in members]
-            gathered = [torch.zeros_like(proofs[0]) for _ in proofs]
-            dist.all_gather(gathered, proofs[members.index(self.rank)].clone(), group=group)
-            if not all(map(torch.equal, gathered, proofs)):
+            sent, expected = membership_proofs(self._secret, number, self.rank, members)
+            got = torch.zeros_like(expected)
+            dist.all_to_all_single(got, sent, group=group)
+            if not torch.equal(got, expected):
                 raise RallyError("a process that is not a rank of this run has joined its process group; the run stops")
 
     def during(self, message: Message) -> AbstractContextManager[None]:

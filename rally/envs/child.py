@@ -2,8 +2,8 @@
 
 One process per Python serves all episodes. Requests and answers are JSON lines over its stdin and stdout. A process
 that ends fails the episodes that it plays, with its exit code and last lines; the next episode starts another. A call
-that hangs past its deadline fails its episode, and the process is killed when that episode cannot be closed. The kernel
-kills it when this program ends, even if it hangs or is stopped.
+that hangs past its deadline fails its episode, and the process is killed when that episode cannot be closed. What it
+started in its process group ends with it. The kernel kills it when this program ends, even if it hangs or is stopped.
 """
 
 from __future__ import annotations
@@ -70,6 +70,8 @@ class EnvProcess:
         self._errors: deque[str] = deque(maxlen=QUOTED_LINES)
         self._error_thread = threading.Thread(target=self._read_errors, name="rally-env-errors", daemon=True)
         self._error_thread.start()
+        self._watcher = threading.Thread(target=self._watch, name="rally-env-watch", daemon=True)
+        self._watcher.start()
         threading.Thread(target=self._read_answers, name="rally-env-process", daemon=True).start()
         threading.Thread(target=self._write_requests, name="rally-env-requests", daemon=True).start()
 
@@ -91,7 +93,14 @@ class EnvProcess:
 
     def kill(self) -> None:
         self.killed = True
-        kill_group(self._process.pid)
+        if self._process.returncode is None:  # else the number may be another's
+            kill_group(self._process.pid)
+
+    def _watch(self) -> None:
+        """End what it leaves behind when it ends, which may hold its pipes open. It is waited for in `_end`."""
+        with suppress(ChildProcessError):
+            os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+            kill_group(self._process.pid)
 
     def _write_requests(self) -> None:
         """Runs in a thread: a pipe that the process does not read would block the callers, who have deadlines."""
@@ -106,17 +115,18 @@ class EnvProcess:
         for line in self._process.stdout:
             try:
                 answer = json.loads(line)
-            except (ValueError, RecursionError) as problem:
-                self._errors.append(f"it answered something that is not JSON ({problem})")
+                with self._lock:
+                    waiting = self._waiting.pop(answer["call"], None)
+                raised = _raised(answer) if "error" in answer else None
+            except (ValueError, RecursionError, TypeError, LookupError) as problem:
+                self._errors.append(f"it answered something that cannot be read ({type(problem).__name__}: {problem})")
                 self.kill()
                 break
-            with self._lock:
-                waiting = self._waiting.pop(answer["call"], None)
             if waiting is None:
                 continue
             with suppress(InvalidStateError):  # its caller has given up, perhaps at this moment
-                if "error" in answer:
-                    waiting.set_exception(_raised(answer))
+                if raised is not None:
+                    waiting.set_exception(raised)
                 else:
                     waiting.set_result(answer)
         self._end()
@@ -129,11 +139,11 @@ class EnvProcess:
 
     def _end(self) -> None:
         """Tell everyone who waits how the process ended."""
-        try:
-            code = self._process.wait(EXIT_SECONDS)
-        except subprocess.TimeoutExpired:
+        self._watcher.join(EXIT_SECONDS)
+        if self._watcher.is_alive():
             self.kill()
-            code = self._process.wait()
+            self._watcher.join()
+        code = self._process.wait()
         self._error_thread.join(EXIT_SECONDS)
         said = redact("; ".join(self._errors))
         how = f"by signal {-code}" if code < 0 else f"with exit code {code}"

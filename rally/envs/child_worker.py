@@ -11,6 +11,7 @@ import inspect
 import json
 import os
 import queue
+import resource
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -21,6 +22,8 @@ from rally.envs.registry import find_environment
 from rally.types import ToolCall
 from rally.util.process_guard import end_with_parent
 
+MANY_FILES = 65_536
+
 
 class EnvObject:
     """One environment and the thread that calls it."""
@@ -29,25 +32,30 @@ class EnvObject:
         self._answer = answer
         self._requests: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._environment: Environment | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         threading.Thread(target=self._serve, daemon=True).start()
 
     def put(self, request: dict[str, Any]) -> None:
         self._requests.put(request)
 
     def _serve(self) -> None:
-        loop = asyncio.new_event_loop()
-        asyncio.set_event_loop(loop)
         request: dict[str, Any] = {}
         while request.get("method") != "close":
             request = self._requests.get()
             try:
-                value = self._call(request["method"], request, loop)
+                value = self._call(request["method"], request, self._loop or self._new_loop())
                 self._answer({"call": request["call"], "value": value, **self._tools()})
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - answered
+            except BaseException as error:  # noqa: BLE001 - answered; a user's method may raise anything
                 kind = "env" if isinstance(error, EnvError) else "other"
                 text = str(error) if kind == "env" else f"{type(error).__name__}: {error}"
                 self._answer({"call": request["call"], "error": text, "kind": kind})
-        loop.close()
+        if self._loop is not None:
+            self._loop.close()
+
+    def _new_loop(self) -> asyncio.AbstractEventLoop:
+        self._loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(self._loop)
+        return self._loop
 
     def _call(self, method: str, request: dict[str, Any], loop: asyncio.AbstractEventLoop) -> Any:
         if method == "make":
@@ -77,10 +85,19 @@ def _plain(value: Any) -> Any:
     return value.item() if hasattr(value, "item") else str(value)
 
 
+def _allow_files() -> None:
+    """The event loop of every object holds three files open, and a usual limit is 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MANY_FILES if hard == resource.RLIM_INFINITY else min(MANY_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
 def main() -> None:
     """Serve until stdin closes, which it does when the parent ends. A process that is stopped then does not notice, so
     the kernel kills it."""
     end_with_parent()
+    _allow_files()
     channel: TextIO = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     lock, objects = threading.Lock(), dict[int, EnvObject]()

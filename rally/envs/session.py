@@ -11,7 +11,7 @@ import asyncio
 import inspect
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -228,6 +228,10 @@ class _EnvThread:
             work()
 
 
+async def _finish(closing: Awaitable[None]) -> None:
+    await closing
+
+
 class EnvSession:
     """One episode of an environment."""
 
@@ -349,9 +353,10 @@ class EnvSession:
         return self._environment
 
     def _close_blocking(self) -> None:
-        """Runs in the thread, after a construction that was given up, so that its object is closed too."""
-        if self._environment is not None:
-            self._environment.close()
+        """Runs in the thread, after a construction that was given up, so that its object is closed too. Nothing of that
+        object has run in the event loop yet."""
+        if self._environment is not None and inspect.isawaitable(closing := self._environment.close()):
+            asyncio.run(_finish(closing))
 
     async def _within(self, name: str, method: Callable[..., Any], *args: Any) -> Any:
         work = method(*args) if inspect.iscoroutinefunction(method) else self._thread.run(method, *args)

@@ -36,6 +36,7 @@ TOKEN = "RALLY_AGENT_TOKEN"
 LONGEST_WAIT = 30.0  # seconds of one request for an episode
 CLAIM_SECONDS = 0.1  # between two looks at the waiting episodes
 CHECK_SECONDS = 0.5  # between two looks at the worker of an episode
+LONGEST_CHECK = 4 * CHECK_SECONDS  # of a look that was late: this process was busy or stopped for the rest
 NOTE_SECONDS = 10.0  # episodes wait this long before the user is told
 MAX_LINES = 4000  # characters of a program's last lines
 
@@ -122,9 +123,14 @@ class WorkerPool:
 
     async def _end_of(self, lease: Lease, started: Callable[[], None]) -> ProgramEnd:
         ended, began, running = asyncio.wrap_future(lease.ended), time.monotonic(), False
+        now = began
         while not ended.done():
+            before = now
             await asyncio.wait({ended}, timeout=CHECK_SECONDS)
             now = time.monotonic()
+            if (stopped := now - before - LONGEST_CHECK) > 0:  # this process, which is no silence of the worker
+                with self._lock:
+                    lease.seen += stopped
             if lease.worker and not running:
                 running = True
                 started()

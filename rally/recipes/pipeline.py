@@ -131,7 +131,7 @@ def evaluations(name: str, options: RecipeOptions) -> list[Stage]:
     """`rally eval` of the last checkpoint, as it would be loaded by anybody else: on the recipe's rows, and on those of
     the evaluations in its folder."""
     config = load_config(find_recipe(name, "train"), training_overrides(name, options))
-    checkpoint = CheckpointStore(config.run_dir / "checkpoints", warn=_log.warning).latest()
+    checkpoint = CheckpointStore(config.run_dir / "checkpoints", warn=_log.warning).latest(clear=False)
     if checkpoint is None:
         raise RecipeError(f"{config.run_dir} has no checkpoint to evaluate; train first: rally run {name}")
     model = ADAPTERS if is_adapter_folder(checkpoint.actor) else MODEL_KEYS["train"]

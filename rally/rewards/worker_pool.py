@@ -77,8 +77,9 @@ class RewardWorker:
         self._poll.register(self._answers, select.POLLIN)
         self._ready = False
         self.needs_ids = False  # whether the function reads the ids of completions
+        os.set_blocking(self._requests.fileno(), False)
         with contextlib.suppress(BrokenPipeError):  # wait_ready reports a process that is dead already
-            self._send(encode({"spec": asdict(spec), "timeout": timeout, "load_timeout": LOAD_SECONDS}))
+            self._send(encode({"spec": asdict(spec), "timeout": timeout, "load_timeout": LOAD_SECONDS}), LOAD_SECONDS)
 
     @property
     def ended(self) -> bool:
@@ -101,12 +102,13 @@ class RewardWorker:
         """Score one request. None: the process had died while idle, so nothing ran and it may be sent again."""
         self.wait_ready()
         start = time.monotonic()
+        limit = self.timeout + GRACE_SECONDS
         try:
-            self._send(request)
+            sent = self._send(request, limit)
         except BrokenPipeError:
             self.kill()
             return None
-        line = self._read_line(self.timeout + GRACE_SECONDS)
+        line = self._read_line(limit - (time.monotonic() - start)) if sent else b""
         if line:
             return Score(**decode(line) | {"printed": self._printed()})
         self.kill()
@@ -123,10 +125,18 @@ class RewardWorker:
         for file in (self._requests, self._answers, self._stderr):
             file.close()
 
-    def _send(self, line: bytes) -> None:
+    def _send(self, line: bytes, seconds: float) -> bool:
+        """Whether all of it was sent in time: a process that is stopped, or that code which it left running keeps busy,
+        reads no more than its pipe holds."""
+        ready = select.poll()
+        ready.register(self._requests, select.POLLOUT)
+        deadline = time.monotonic() + seconds
         left = memoryview(line)
-        while left:  # a pipe may take only part of a long line
+        while left:
+            if not ready.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                return False
             left = left[os.write(self._requests.fileno(), left) :]
+        return True
 
     def _read_line(self, seconds: float) -> bytes:
         """The next answer; empty if the process ended or the time is up."""
@@ -271,13 +281,16 @@ class Scorer:
     def _score(self, request: bytes) -> Score:
         worker = self._idle.get()
         try:
+            worker = self._living(worker)
             score = worker.ask(request)
             if score is None:
                 worker = self._living(worker)
                 score = worker.ask(request)
             return score or Score(error="the reward worker ended twice in a row before it could start")
         finally:
-            self._idle.put(self._living(worker))
+            with contextlib.suppress(OSError):  # no process can be started now, as without file descriptors
+                worker = self._living(worker)
+            self._idle.put(worker)  # a dead one too: without it a later call would wait for ever
 
     def _living(self, worker: RewardWorker) -> RewardWorker:
         """The worker, or a new one in place of a dead one. It does not wait for the new one to load."""

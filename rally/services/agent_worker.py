@@ -80,14 +80,14 @@ class AgentWorker:
                 await self._play(http, claim)
 
     async def _play(self, http: httpx.AsyncClient, claim: dict[str, Any]) -> None:
-        lease = {"lease": claim["lease"]}
+        lease, lost_after = {"lease": claim["lease"]}, float(claim["lost_after"])
         program = asyncio.create_task(self._program(claim["environment"]))
         try:
-            if await self._watched(http, program, lease, float(claim["lost_after"])):
+            if await self._watched(http, program, lease, lost_after):
                 ended = program.result()
                 lines = "\n".join([line for line in ended.text.splitlines() if line.strip()][-QUOTED_LINES:])
-                await self._post(http, "report", {**lease, "code": ended.code, "lines": redact(lines)[-MAX_LINES:]})
-                self.played += 1
+                report = {**lease, "code": ended.code, "lines": redact(lines)[-MAX_LINES:]}
+                await self._report(http, report, lost_after)
             else:
                 self._note("an episode has ended or its run is gone; its program was killed")
         except asyncio.CancelledError:
@@ -97,6 +97,17 @@ class AgentWorker:
         finally:
             program.cancel()
             await asyncio.wait({program})
+
+    async def _report(self, http: httpx.AsyncClient, report: dict[str, Any], lost_after: float) -> None:
+        """Report how a program ended: again while the gateway cannot be reached, as when it closes a connection at this
+        moment. It counts an end once."""
+        until = time.monotonic() + lost_after
+        while (answer := await self._post(http, "report", report)) is None and time.monotonic() < until:
+            await asyncio.sleep(RETRY_SECONDS)
+        if answer is None:
+            self._note(f"the end of an episode could not be reported within {lost_after:g} s; the run has given it up")
+        else:
+            self.played += 1
 
     async def _watched(
         self, http: httpx.AsyncClient, program: asyncio.Task[ProcessResult], lease: dict[str, Any], lost_after: float

@@ -41,6 +41,7 @@ ACKNOWLEDGE_SECONDS = CANCEL_SECONDS + 2.0  # for an event loop that is not bloc
 RETIRED_SECONDS = 60.0  # for other calls and episodes of a process in which a call goes on after its deadline
 WATCH_SECONDS = 0.5
 EXIT_SECONDS = 2.0  # for a process that has closed its pipe to exit by itself, so that its exit code is known
+CLOSED = "was closed with its run"
 FAILED_START_SECONDS = 5.0  # without another attempt
 
 # The worker gets this process's sys.path. A PYTHONPATH would also be inherited by the tool's own subprocesses.
@@ -256,14 +257,14 @@ class ToolHost:
     def close(self) -> None:
         self._closed = True
         for process in (self._current, *self._retired):
-            process.kill("was closed with its run")
+            process.kill(CLOSED)
 
     def _living(self) -> _Process:
         with self._starting:
             if not self._current.retired:
                 return self._current
             if self._closed:
-                raise ToolProcessEnded("the process of the tool was closed with its run")
+                raise ToolProcessEnded(f"the process of the tool {CLOSED}")
             if time.monotonic() < self._next_start:
                 raise ToolNotStarted(self._failed_start)
             self._retired = [p for p in (*self._retired, self._current) if not p.ended]
@@ -273,6 +274,8 @@ class ToolHost:
                 self._next_start = time.monotonic() + FAILED_START_SECONDS
                 self._failed_start = f"the process of the tool cannot be started again: {error}"
                 raise ToolNotStarted(self._failed_start) from None
+            if self._closed:  # meanwhile
+                self._current.kill(CLOSED)
             return self._current
 
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,8 @@ async def run_process(
     environment: Mapping[str, str] | None = None,
 ) -> ProcessResult:
     """Run a program to its end, output and errors together. Cancelling the call, as a deadline does, kills it.
-    `environment` replaces the one of this process."""
+    `environment` replaces the one of this process. What it leaves running in its process group is ended; nobody waits
+    for a daemon that left the group and holds the output open."""
     process = await asyncio.create_subprocess_exec(
         *command,
         stdin=asyncio.subprocess.PIPE,
@@ -76,16 +77,35 @@ async def run_process(
         env=environment,
         start_new_session=True,  # so that one kill reaches what the program has started, too
     )
+    output = _Output(max_output)
     try:
         async with asyncio.TaskGroup() as group:
-            group.create_task(_feed(process, stdin))
-            group.create_task(_end_rest(process))
-            reading = group.create_task(_read(process, max_output))
-        output, cut = reading.result()
-        return ProcessResult(code=await process.wait(), output=output, cut=cut)
+            feeding, reading = group.create_task(_feed(process, stdin)), group.create_task(_read(process, output))
+            group.create_task(_end_rest(process, output, feeding, reading))
+        assert process.returncode is not None, "`_end_rest` has waited for it"
+        return ProcessResult(code=process.returncode, output=bytes(output.kept), cut=output.cut)
     finally:
         kill_group(process.pid)
+        process._transport.close()  # type: ignore[attr-defined]  # a daemon may hold its pipes open
         await process.wait()
+
+
+@dataclass
+class _Output:
+    """The first bytes of an output, and the number of those after them."""
+
+    most: int
+    kept: bytearray = field(default_factory=bytearray)
+    cut: int = 0
+
+    def add(self, chunk: bytes) -> None:
+        space = self.most - len(self.kept)
+        self.kept += chunk[:space]
+        self.cut += max(0, len(chunk) - space)
+
+    @property
+    def bytes(self) -> int:
+        return len(self.kept) + self.cut
 
 
 async def _feed(process: asyncio.subprocess.Process, stdin: bytes) -> None:
@@ -96,26 +116,30 @@ async def _feed(process: asyncio.subprocess.Process, stdin: bytes) -> None:
     process.stdin.close()
 
 
-async def _end_rest(process: asyncio.subprocess.Process) -> None:
+async def _end_rest(process: asyncio.subprocess.Process, output: _Output, *pipes: asyncio.Task[None]) -> None:
     """End what a program has left behind when it ended: it may hold the output open, which is read to its end. (`wait`
-    of some Python versions waits for the output, too.)"""
+    of some Python versions waits for the output, too.) A daemon is in no group of the program: once nothing has come
+    for REST_SECONDS, its pipes are left."""
     while process.returncode is None:
         await asyncio.sleep(POLL_SECONDS)
     kill_group(process.pid)
+    before = -1
+    while before != output.bytes:
+        before = output.bytes
+        if not (await asyncio.wait(pipes, timeout=REST_SECONDS))[1]:
+            return
+    for pipe in pipes:
+        pipe.cancel()
 
 
-async def _read(process: asyncio.subprocess.Process, max_output: int) -> tuple[bytes, int]:
+async def _read(process: asyncio.subprocess.Process, output: _Output) -> None:
     assert process.stdout is not None
-    kept = bytearray()
-    cut = 0
     while chunk := await process.stdout.read(_CHUNK):
-        space = max_output - len(kept)
-        kept += chunk[:space]
-        cut += max(0, len(chunk) - space)
-    return bytes(kept), cut
+        output.add(chunk)
 
 
 POLL_SECONDS = 0.1
+REST_SECONDS = 1.0
 TERMINATE_SECONDS = 5.0
 QUOTED_LINES = 12
 QUOTED_BYTES = 64 * 1024  # a log may have any size

@@ -20,7 +20,7 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -67,17 +67,16 @@ def test_a_process_without_the_secret_is_no_rank(monkeypatch: pytest.MonkeyPatch
     def answering(proof: Callable[[int, torch.Tensor], torch.Tensor]) -> None:
         asked.clear()
 
-        def all_gather(gathered: list[torch.Tensor], mine: torch.Tensor, group: object) -> None:
-            gathered[0].copy_(mine)
-            gathered[1].copy_(proof(len(asked), mine))
+        def all_to_all(got: torch.Tensor, mine: torch.Tensor, group: object) -> None:
+            got.copy_(torch.cat([mine[:32], proof(len(asked), mine)]))
             asked.append(1)
 
-        monkeypatch.setattr(process_group.dist, "all_gather", all_gather)
+        monkeypatch.setattr(process_group.dist, "all_to_all_single", all_to_all)
 
-    answering(lambda number, _: process_group.membership_proof(secret, number, 1))
+    answering(lambda number, _: process_group.membership_proofs(secret, number, 1, [0, 1])[0][:32])
     group._check_members(["world", "numbers", "messages"])
     assert len(asked) == 3
-    for wrong in (lambda number, mine: mine, lambda number, mine: torch.zeros(32, dtype=torch.uint8)):
+    for wrong in (lambda number, mine: mine[32:], lambda number, mine: torch.zeros(32, dtype=torch.uint8)):
         answering(wrong)
         with pytest.raises(RallyError, match="not a rank of this run"):
             group._check_members(["numbers", "messages"])
@@ -133,7 +132,7 @@ def test_a_rank_that_ends_before_it_joins_is_told_with_its_log(controller: Contr
     began = time.monotonic()
     with pytest.raises(LostRank, match="rank 1 of 2, which held a shard of the policy, has ended") as caught:
         controller.start(PLAN)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 120, "not after start_seconds"
     assert f"its log is {tmp_path / 'rank-1.log'} and ends with" in str(caught.value)
     assert "no room" in str(caught.value) and "exit status 3" in str(caught.value)
     with pytest.raises(LostRank, match="rank 1 of 2"), controller._computation():
@@ -143,8 +142,8 @@ def test_a_rank_that_ends_before_it_joins_is_told_with_its_log(controller: Contr
 async def test_a_rollout_does_not_go_on_without_a_rank(controller: Controller) -> None:
     watched(controller)
     with pytest.raises(LostRank, match="rank 1 of 2"):
-        async with asyncio.timeout(10), controller.watch():
-            await asyncio.sleep(30)
+        async with asyncio.timeout(60), controller.watch():
+            await asyncio.sleep(100)
 
 
 async def test_an_error_of_rank_0_is_not_replaced_by_the_loss_that_follows_it(controller: Controller) -> None:

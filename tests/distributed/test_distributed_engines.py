@@ -157,7 +157,7 @@ def test_a_rank_killed_in_a_rollout_ends_the_run_which_resumes_to_the_same_bits(
     config = run_config(home, tmp_path, *TWO, *TRAINS)
     with pytest.raises(LostRank) as caught:
         train(config, Paper().console)
-    assert time.monotonic() - killed_in_rollout[0] < 30
+    assert time.monotonic() - killed_in_rollout[0] < 120
     assert str(caught.value).startswith("rank 1 of 2") and "start the same command again" in str(caught.value)
     assert set(metrics_of(tmp_path)) == {1}
     with forked_children():

@@ -95,7 +95,7 @@ def test_runs_go_on_from_each_other_and_a_lost_rank_ends_one_in_words(
     train(config_of(home, out, 1, 1, *own), paper.console)
     with pytest.raises(LostRank) as caught:
         train(config_of(home, out, 2, 4, f"{A}.ulysses_sequence_parallel_size=2", *own), paper.console)
-    assert time.monotonic() - min(killed.values()) < 15
+    assert time.monotonic() - min(killed.values()) < 60
     words, log = str(caught.value), out / "ranks" / "rank-1.log"
     assert words.startswith("rank 1 of 2") and str(log) in words and "SIGKILL" in words
     assert "start the same command again" in words and "each of the 2 ranks samples" in paper.text

@@ -77,7 +77,7 @@ def launched(folder: Path, token: str) -> Iterator[str]:
     command = [sys.executable, LAUNCHER, "pretended.serve", str(port)]
     process = subprocess.Popen(command, cwd=folder, env=environment, process_group=0)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 280
         while time.monotonic() < deadline:
             try:
                 httpx.get(f"http://127.0.0.1:{port}/health")

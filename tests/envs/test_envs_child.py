@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from rally.runs.build.data import environments_of
 from rally.types import Task, ToolCall
 
 SOURCE = """
-import os, time
+import asyncio, os, resource, subprocess, time
 from rally.envs import Environment, tool_reply
 
 class Echo(Environment):
@@ -42,6 +43,19 @@ class Echo(Environment):
             time.sleep(1000)
         if turn.text == "raise":
             raise KeyError("lost")
+        if turn.text == "cancel":
+            raise asyncio.CancelledError("by itself")
+        if turn.text == "files":
+            return "", float(resource.getrlimit(resource.RLIMIT_NOFILE)[0]), True, {}
+        if turn.text == "start":
+            left = subprocess.Popen(["sleep", "600"]).pid
+            return f"{left}", 0.0, False, {}
+        if turn.text == "fork":
+            left = os.fork()
+            if left == 0:
+                time.sleep(600)
+                os._exit(0)
+            return f"{left}", 0.0, False, {}
         if turn.calls:
             return [tool_reply(call, str(call.arguments["n"] + 1)) for call in turn.calls], None, False, {}
         return "", 1.5, True, {"said": turn.text}
@@ -112,6 +126,58 @@ async def test_a_process_that_dies_is_reported_and_replaced(python: str) -> None
     await again.reset()
     assert (await again.step(EnvTurn(text="fine"))).reward == 1.5
     await again.close()
+
+
+@pytest.mark.drill(
+    "reliability",
+    "An environment process dies and leaves a child behind",
+    "Its episodes fail at once; no process is left",
+)
+@pytest.mark.parametrize("how", ["start", "fork"])  # a fork holds the pipe of the answers open, too
+async def test_a_process_that_dies_leaves_nothing_behind(python: str, how: str) -> None:
+    session = opened(python)
+    await session.reset()
+    left = int((await session.step(EnvTurn(text=how))).messages[0]["content"])
+    assert _lives(left)
+    with pytest.raises(EnvError, match="ended with exit code 7"):
+        await session.step(EnvTurn(text="die"))
+    await session.close()
+    await asyncio.to_thread(_gone, left)
+
+
+async def test_whatever_a_step_raises_fails_only_its_episode(python: str) -> None:
+    broken, other = opened(python), opened(python)
+    await broken.reset()
+    await other.reset()
+    with pytest.raises(EnvError, match=r"step of the environment echo raised CancelledError: by itself"):
+        await broken.step(EnvTurn(text="cancel"))
+    assert (await other.step(EnvTurn(text="fine"))).reward == 1.5
+    assert await broken.close() == [] == await other.close()
+
+
+async def test_as_many_episodes_are_played_as_the_machine_allows_files(python: str) -> None:
+    """Not as the usual limit of 1024 allows: the event loop of each episode holds three of them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    process_of(python).kill()  # it has the limit of its start
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        sessions = [opened(python) for _ in range(100)]
+        await sessions[0].reset()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    await asyncio.gather(*(session.reset() for session in sessions[1:]))
+    assert (await sessions[-1].step(EnvTurn(text="files"))).reward > 256
+    for session in sessions:
+        assert await session.close() == []
+
+
+@pytest.mark.parametrize("answer", ["5", "[]", "{}", '{"call": [1]}', '{"call": 0, "error": 1}', "half"])
+def test_a_process_whose_answers_cannot_be_read_is_ended(tmp_path: Path, answer: str) -> None:
+    script = tmp_path / "python"
+    script.write_text(f"#!{sys.executable}\nimport time; input(); print({answer!r}, flush=True); time.sleep(600)\n")
+    script.chmod(0o755)
+    with pytest.raises(EnvError, match=r"ended by signal 9: it answered something that cannot be read"):
+        ChildEnvironment(str(script), "a.B")
 
 
 async def test_a_call_that_hangs_misses_its_deadline_and_the_process_is_killed(
@@ -198,13 +264,17 @@ def test_a_stopped_process_does_not_outlive_a_killed_run(python: str, monkeypatc
         os.kill(pid, signal.SIGSTOP)
         run.kill()
         run.wait()
-        deadline = time.monotonic() + 30
-        while _lives(pid) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not _lives(pid)
+        _gone(pid)
     finally:
         if _lives(pid):
             os.kill(pid, signal.SIGKILL)
+
+
+def _gone(pid: int) -> None:
+    deadline = time.monotonic() + 30
+    while _lives(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _lives(pid)
 
 
 def _lives(pid: int) -> bool:

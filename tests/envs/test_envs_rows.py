@@ -1,6 +1,8 @@
 """Rows of environments: weights, disjoint seeds, order, and the configuration of a run with environments."""
 
+import asyncio
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 
 from rally.config import load_config
 from rally.config.errors import ConfigError
-from rally.envs import EnvError, Environment, Environments, EnvSpec
+from rally.envs import EnvError, Environment, Environments, EnvSession, EnvSpec
 from rally.envs.registry import ADAPTERS, find_environment
 from rally.envs.rows import SeedPlan, divided, env_tasks, seed_ranges
 
@@ -44,6 +46,27 @@ class FailsAtTheEnd(Environment):
 class HasNoSeats(Environment):
     def seats(self) -> int:
         raise TimeoutError("no answer")
+
+
+closed: list[str] = []
+
+
+class OpensSlowly(Environment):
+    def __init__(self, seconds: float = 0.0) -> None:
+        time.sleep(seconds)
+
+    async def close(self) -> None:
+        await asyncio.sleep(0)
+        closed.append("closed")
+
+
+async def test_what_is_made_too_late_is_closed_although_its_close_is_async() -> None:
+    closed.clear()
+    session = EnvSession(EnvSpec(label="slow", make=OpensSlowly, args={"seconds": 0.5}), {"env": "slow"}, 1, 0.1)
+    with pytest.raises(EnvError, match=r"__init__ of the environment slow did not return within 0\.1 seconds"):
+        await session.reset()
+    session._timeout = 60.0
+    assert await session.close() == [] and closed == ["closed"]
 
 
 def test_an_environment_that_fails_before_any_episode_is_named() -> None:

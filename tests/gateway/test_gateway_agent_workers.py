@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -21,9 +22,11 @@ from train_cases import Paper, run_tree
 from rally.chat import ChatCodec
 from rally.config import load_config
 from rally.gateway import BlackBoxAgentLoop, worker_pool
+from rally.gateway.agent_process import AgentWorkerLost
 from rally.gateway.server import gateway_at
 from rally.loops import LoopError, LoopSpec, Runner
 from rally.runs.train import train
+from rally.services import agent_worker
 from rally.track import RunFolder
 from rally.types import StopReason
 
@@ -177,6 +180,42 @@ def test_a_program_that_fails_is_reported_with_its_last_lines(tiny: ChatCodec, s
 
 
 @pytest.mark.drill("security", "A stranger asks for a run's episodes as an agent worker", "401: it lacks the token")
+async def test_a_report_that_is_lost_on_its_way_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the gateway closes an idle connection at the moment at which the worker uses it."""
+    monkeypatch.setattr(agent_worker, "RETRY_SECONDS", 0.01)
+    seen: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(request.url.path)
+        if seen.count("/report") in (1, 2):
+            raise httpx.RemoteProtocolError("the server disconnected without sending a response")
+        return httpx.Response(200, json={"known": True, "go_on": True})
+
+    settings = agent_worker.AgentWorkerSettings(gateway="http://run", token="t", command=["true"])
+    worker = agent_worker.AgentWorker(settings, print)
+    claim = {"lease": "one", "lost_after": 30.0, "environment": {}}
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://run") as http:
+        await worker._play(http, claim)
+    assert seen.count("/report") == 3 and worker.played == 1
+
+
+async def test_a_run_that_was_stopped_for_a_while_has_lost_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_pool, "CHECK_SECONDS", 0.02)
+    monkeypatch.setattr(worker_pool, "LONGEST_CHECK", 0.1)
+    pool = worker_pool.WorkerPool(URL)
+    client: Any = SimpleNamespace(environment={}, episode_id="e", base_url=URL)
+    playing = asyncio.create_task(pool.play(lambda: "reported", lambda: None, 1.0, {}, client))
+    await asyncio.sleep(0)
+    lease = pool._next("worker")
+    assert lease is not None
+    await asyncio.sleep(0.05)
+    time.sleep(1.5)
+    done, _ = await asyncio.wait({playing}, timeout=0.2)
+    assert not done, "it may not be silent for a second, and the second has not passed while it could answer"
+    with pytest.raises(AgentWorkerLost, match="has not answered for 1 seconds"):
+        await playing
+
+
 def test_a_stranger_gets_no_episode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RALLY_AGENT_TOKEN", TOKEN)
     gateway_at("127.0.0.1", PORT)

@@ -48,7 +48,7 @@ class Server:
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
     def wait_ready(self) -> None:
-        until = time.monotonic() + 60
+        until = time.monotonic() + 280
         while time.monotonic() < until:
             assert self._process.poll() is None, f"the server ended with {self._process.returncode}"
             try:

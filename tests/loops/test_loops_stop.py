@@ -165,14 +165,14 @@ async def test_deadline_of_a_turn(tiny: ChatCodec) -> None:
     runner = make_runner(tiny, [naming(tiny, "slow")], [slow(30)], timeout_per_turn=0.2)
     began = time.perf_counter()
     held = whole(await hold(runner))
-    assert time.perf_counter() - began < 5
+    assert time.perf_counter() - began < 25, "the tool takes 30 s"
     assert held.episode.stop_reason is StopReason.DEADLINE
     assert held.roles == ["assistant"]
 
 
 async def test_deadline_of_the_episode(tiny: ChatCodec) -> None:
     runner = make_runner(
-        tiny, [naming(tiny, "slow")] * 50, [slow(0.15)], episode_timeout=0.4, timeout_per_turn=30, max_repeated_calls=0
+        tiny, [naming(tiny, "slow")] * 50, [slow(0.45)], episode_timeout=1.2, timeout_per_turn=30, max_repeated_calls=0
     )
     held = whole(await hold(runner))
     assert held.episode.stop_reason is StopReason.DEADLINE

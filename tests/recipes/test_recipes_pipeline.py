@@ -102,7 +102,10 @@ def test_adapters_are_evaluated_over_their_base(home: Path, tmp_path: Path, monk
     shutil.copytree(home / ADAPTERS, tmp_path / "checkpoints" / "global_step_2" / "actor")
     (tmp_path / "checkpoints" / "global_step_2" / "trainer.pt").touch()
     seal(tmp_path / "checkpoints" / "global_step_2")
+    being_written = tmp_path / "checkpoints" / ".writing_global_step_3_1" / "actor"
+    being_written.mkdir(parents=True)
     [stage] = evaluations("gsm8k_tool/lora", RecipeOptions(overrides=tiny))
+    assert being_written.is_dir(), "the run may still be training"
     assert config.model.lora_adapter_path is not None and not stage.done
     assert f"actor_rollout_ref.model.lora_adapter_path={tmp_path}/checkpoints/global_step_2/actor" in stage.args
 

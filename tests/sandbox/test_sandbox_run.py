@@ -257,7 +257,7 @@ def command(process: Path) -> str:
 
 async def until(holds: object) -> None:
     assert callable(holds)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 100
     while not holds():
         assert time.monotonic() < deadline, "waited too long"
         await asyncio.sleep(0.05)

@@ -112,6 +112,12 @@ class Held(SearchIndex):
         self.go = threading.Event()
         self.batches: list[tuple[list[str], int]] = []
 
+    async def asked(self) -> None:
+        """Wait for the first batch; the other requests wait in the batcher by then."""
+        async with asyncio.timeout(30):
+            while not self.batches:
+                await asyncio.sleep(0.01)
+
     def search(self, queries: Sequence[str], topk: int) -> list[list[ScoredPassage]]:
         self.batches.append((list(queries), topk))
         assert self.go.wait(30)
@@ -125,7 +131,7 @@ async def test_requests_that_wait_are_searched_together_unless_they_differ() -> 
     batcher = Batcher(index)
     asked = [("a",), ("b", "c"), ("gone",), ("d",), ("e",), ()]
     tasks = [asyncio.create_task(batcher.search(q, topk=2 if q == ("d",) else 1)) for q in asked]
-    await asyncio.sleep(0.05)
+    await index.asked()
     tasks[2].cancel()
     index.go.set()
     found = await asyncio.gather(*tasks, return_exceptions=True)
@@ -148,7 +154,7 @@ async def test_a_search_that_fails_fails_its_batch_alone_and_a_long_line_is_refu
     index = Held()
     batcher = Batcher(index)
     tasks = [asyncio.create_task(batcher.search([query], topk=1)) for query in ("bad", "fine", "fine")]
-    await asyncio.sleep(0.05)
+    await index.asked()
     with pytest.raises(Overloaded):
         await batcher.search(["one too many"], topk=1)
     index.go.set()

@@ -34,7 +34,7 @@ def started(port: int, *options: str) -> subprocess.Popen[bytes]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "rally.cli", "serve", "sandbox", "--port", str(port), *options]
     server = subprocess.Popen(command, env=environment)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 280
     while time.monotonic() < deadline and server.poll() is None:
         try:
             answer = httpx.get(f"http://127.0.0.1:{port}/v1/ping")

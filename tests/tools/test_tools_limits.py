@@ -228,7 +228,7 @@ async def test_a_program_and_what_it_started_are_gone_with_the_call(tmp_path: Pa
     with pytest.raises(asyncio.CancelledError):
         await running
     pids = [int(word) for word in note.read_text().split()]
-    until = time.monotonic() + 10
+    until = time.monotonic() + 100
     while any(map(_runs, pids)) and time.monotonic() < until:
         await asyncio.sleep(0.02)
     assert not any(map(_runs, pids))
@@ -299,10 +299,10 @@ def test_what_users_write_as_default_timeout_is_that_deadline() -> None:
 
 
 async def test_waiting_at_a_gate_that_tools_share_is_not_counted_against_a_deadline() -> None:
-    first, second = Counting({"seconds": 0.2}, SCHEMA), Counting({"seconds": 0.2}, SCHEMA | {"name": "other"})
+    first, second = Counting({"seconds": 0.6}, SCHEMA), Counting({"seconds": 0.6}, SCHEMA | {"name": "other"})
     first.shared_limiter = second.shared_limiter = RateLimiter(max_concurrency=1)
-    session = opened(first, second, timeout=0.35)
+    session = opened(first, second, timeout=1.1)
     asked = [*calls(1, 2), ToolCall(name="other", arguments={"x": 3})]
     results = await session.run(asked)
     assert [result.status for result in results] == [ToolStatus.OK] * 3
-    assert max(result.queued for result in results) > 0.35 > max(result.seconds for result in results)
+    assert max(result.queued for result in results) > 1.1 > max(result.seconds for result in results)

@@ -49,7 +49,7 @@ class Web:
     def launch(self) -> None:
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         self._process = subprocess.Popen(self._command, env=os.environ | {"PORT": str(self.port)}, **quiet)
-        until = time.monotonic() + 60
+        until = time.monotonic() + 280
         while time.monotonic() < until:
             with socket.socket() as probe:
                 if probe.connect_ex(("127.0.0.1", self.port)) == 0:

@@ -4,8 +4,10 @@ import asyncio
 import os
 import signal
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -348,7 +350,36 @@ def test_nothing_is_left_when_the_tools_are_closed(boxes: list[ToolBox]) -> None
     text = asyncio.run(ask(box, "wait", seconds=0)).response.text or ""
     pid = int(text.split()[1])
     box.close()
-    deadline = time.monotonic() + 30
+    wait_until_gone(pid)
+
+
+def wait_until_gone(pid: int) -> None:
+    deadline = time.monotonic() + 120
     while Path(f"/proc/{pid}").exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_a_process_that_starts_while_the_tools_are_closed_ends_too(
+    boxes: list[ToolBox], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    box = functions(boxes)
+    host: module.ToolHost = box.tools[0]._host  # type: ignore[attr-defined]
+    real, started, closed = module._Process, threading.Event(), threading.Event()
+    made: list[module._Process] = []
+
+    def start_slowly(*args: Any) -> module._Process:
+        made.append(real(*args))
+        started.set()
+        assert closed.wait(60)
+        return made[0]
+
+    host._current.retire()
+    monkeypatch.setattr(module, "_Process", start_slowly)
+    with ThreadPoolExecutor() as threads:
+        starting = threads.submit(host._living)
+        assert started.wait(120)
+        box.close()
+        closed.set()
+        starting.result()
+    wait_until_gone(made[0]._process.pid)

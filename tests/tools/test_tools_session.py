@@ -119,26 +119,26 @@ async def stubborn_sleep() -> str:
 
 
 def blocking_sleep() -> str:
-    time.sleep(3)
+    time.sleep(30)
     return "late"
 
 
-@pytest.mark.parametrize("function", [stubborn_sleep, blocking_sleep, lambda: asyncio.sleep(3)])
+@pytest.mark.parametrize("function", [stubborn_sleep, blocking_sleep, lambda: asyncio.sleep(30)])
 async def test_the_deadline_answers_on_time(function: Callable[[], str | Awaitable[str]]) -> None:
     opened = session(function_tool(name="tool")(function), timeout=0.1)
     started = time.perf_counter()
     (result,) = await opened.run([call("tool")])
-    assert time.perf_counter() - started < 2.5, "the tool itself takes 3 s"
+    assert time.perf_counter() - started < 20, "the tool itself takes 30 s"
     assert (result.status, result.response.text) == ("timeout", "Error: tool did not answer within 0.1 seconds.")
 
 
 async def test_hung_tools_do_not_starve_others() -> None:
     @function_tool
     def hang() -> str:
-        time.sleep(4)
+        time.sleep(60)
         return "late"
 
-    opened = session(hang, slow, timeout=1)
+    opened = session(hang, slow, timeout=2)
     results = await opened.run([*[call("hang")] * 60, call("slow", seconds=0.01)])
     assert [r.status for r in results] == [ToolStatus.TIMEOUT] * 60 + [ToolStatus.OK]
 

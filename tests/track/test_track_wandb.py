@@ -49,7 +49,7 @@ def wandb_history(folder: Path) -> list[dict[str, Any]]:
 
 def soon(read: Callable[[], list[dict[str, Any]]], count: int) -> list[dict[str, Any]]:
     """Waits, since W&B's own process still writes for a moment after it has reported success."""
-    until = time.monotonic() + 30
+    until = time.monotonic() + 120
     while len(rows := read()) < count and time.monotonic() < until:
         time.sleep(0.05)
     return rows

@@ -248,7 +248,7 @@ def test_a_rank_lost_in_an_update_ends_the_rollouts_beside_it(
     config = config_of(home, tmp_path, servers[:1], MODE, *ranks, "trainer.total_training_steps=40", *QUIET)
     with pytest.raises(LostRank, match="start the same command again"):
         distributed.train(config, Paper().console)
-    assert time.monotonic() - killed[0] < 30, "not after the minute that an error of rank 0 itself has to be told"
+    assert time.monotonic() - killed[0] < 55, "not after the minute that an error of rank 0 itself has to be told"
 
 
 def test_servers_on_the_trainers_gpu_are_refused(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

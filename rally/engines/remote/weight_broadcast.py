@@ -23,7 +23,14 @@ from torch import Tensor
 
 from rally.engines.base import EngineError
 from rally.engines.remote.client import HEALTH_SECONDS, ServerReplica
-from rally.engines.remote.inside.rally_weight_group import Bucket, GroupInvitation, TensorForm, WeightGroup, buckets_of
+from rally.engines.remote.inside.rally_weight_group import (
+    FORMING,
+    Bucket,
+    GroupInvitation,
+    TensorForm,
+    WeightGroup,
+    buckets_of,
+)
 from rally.engines.remote.server_api import HttpCall, InFlight, WeightBroadcast
 from rally.engines.remote.weight_updates import WeightFiles
 from rally.platforms import pinned_memory, platform_of
@@ -232,18 +239,17 @@ class BroadcastWeights:
             )
 
         joins = (
-            server.call(server.api.join(vars(invitation(1 + number * self._workers))), 2 * self._seconds)
+            server.call(server.api.join(vars(invitation(1 + number * self._workers))), (FORMING + 1) * self._seconds)
             for number, server in enumerate(servers)
         )
         mine = _in_daemon(lambda: WeightGroup(invitation(0), self._staged.device, store, given_up))
-        limit = 3 * self._seconds  # to meet, to connect and to prove membership
-        group, *_ = await _together(_bounded(mine, limit), *joins, failed=given_up.set)
+        group, *_ = await _together(mine, *joins, failed=given_up.set)
         assert isinstance(group, WeightGroup)
         return group
 
 
 def _in_daemon(work: Callable[[], Result]) -> asyncio.Future[Result]:
-    """Do work in a thread of its own, for which the program does not wait when it ends: it may hang in NCCL."""
+    """Do work in a thread of its own, for which the program does not wait when it ends."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Result] = loop.create_future()
 
@@ -266,13 +272,6 @@ def _in_daemon(work: Callable[[], Result]) -> asyncio.Future[Result]:
 
     threading.Thread(target=run, name="rally-weight-group", daemon=True).start()
     return future
-
-
-async def _bounded(work: asyncio.Future[Result], seconds: float) -> Result:
-    try:
-        return await asyncio.wait_for(work, seconds)
-    except TimeoutError:
-        raise EngineError(f"the group of weights did not form within {seconds:g} s") from None
 
 
 def meeting_host(urls: Sequence[str]) -> str:

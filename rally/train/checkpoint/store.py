@@ -198,14 +198,12 @@ class CheckpointStore:
             shutil.rmtree(target)
         work.rename(target)
 
-    def latest(self) -> Checkpoint | None:
+    def latest(self, *, clear: bool = True) -> Checkpoint | None:
         """The newest complete checkpoint, or None if there is no checkpoint. Damaged ones are skipped with a warning;
-        CheckpointError if all are."""
-        for torn in self.folder.glob(".writing_*"):
-            self.warn(f"{torn} is a checkpoint whose writing was interrupted; it is removed")
-            shutil.rmtree(torn)
-        for old in self.folder.glob(".dropping_*"):
-            shutil.rmtree(old)
+        CheckpointError if all are. `clear`: remove what an interrupted run left half written; for the writer of the
+        folder alone, since nobody else can tell it from what a run is writing now."""
+        if clear:
+            self._clear_interrupted()
         problems: list[str] = []
         for path in reversed(self._saved()):
             problem = _flaw(path)
@@ -223,6 +221,13 @@ class CheckpointStore:
                 f"{self.folder} away to start from the beginning"
             )
         return None
+
+    def _clear_interrupted(self) -> None:
+        for torn in self.folder.glob(".writing_*"):
+            self.warn(f"{torn} is a checkpoint whose writing was interrupted; it is removed")
+            shutil.rmtree(torn)
+        for old in self.folder.glob(".dropping_*"):
+            shutil.rmtree(old)
 
     def supersede_after(self, step: int) -> list[Path]:
         """Rename complete checkpoints of later steps, so that `latest` no longer finds them. Returns their new

@@ -74,7 +74,7 @@ def killed(home: Path, tmp_path_factory: pytest.TempPathFactory, hold: Path) -> 
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(command(write_config(home, folder)), stdout=log, stderr=log)
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 280
         while hold.stat().st_size <= HELD or not written.exists():
             assert process.poll() is None and time.monotonic() < deadline, (folder / "log").read_text()
             time.sleep(0.05)

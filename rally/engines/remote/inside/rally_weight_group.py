@@ -10,11 +10,13 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
@@ -22,17 +24,27 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 if __package__:
-    from rally.util.rendezvous import GLOO, address_towards, gloo_on, interface_of, membership_proof, peer_group
+    from rally.util.rendezvous import (
+        GLOO,
+        SealedStore,
+        address_towards,
+        gloo_on,
+        interface_of,
+        membership_proofs,
+        peer_group,
+    )
 else:  # in vLLM
     from runpy import run_path
 
     _functions = run_path(str(Path(__file__).resolve().parents[3] / "util" / "rendezvous.py"))
     address_towards, gloo_on, interface_of = (_functions[n] for n in ("address_towards", "gloo_on", "interface_of"))
-    membership_proof, peer_group, GLOO = (_functions[n] for n in ("membership_proof", "peer_group", "GLOO"))
+    membership_proofs, peer_group, GLOO = (_functions[n] for n in ("membership_proofs", "peer_group", "GLOO"))
+    SealedStore = _functions["SealedStore"]  # type: ignore[misc]
 
 ALIGNMENT = 16
 GAVE_UP = "gave-up"
 POLL_SECONDS = 0.05
+FORMING = 2  # times `seconds` of an invitation: to meet, and to connect
 
 
 class GroupError(RuntimeError):
@@ -96,7 +108,7 @@ def buckets_of(forms: Sequence[TensorForm], most: int) -> Iterator[Bucket]:
 @dataclass(frozen=True, kw_only=True)
 class GroupInvitation:
     """What a process needs to join a group of weights. Process 0 is the trainer, at whose TCP store `place` they meet;
-    every operation of the `backend` is bounded by `seconds`."""
+    meeting, connecting and every operation of the `backend` are bounded by `seconds` each."""
 
     backend: str
     place: str
@@ -108,7 +120,8 @@ class GroupInvitation:
 
 
 class WeightGroup:
-    """The trainer and its servers, as a group in which process 0 sends tensors to all others."""
+    """The trainer and its servers, as a group in which process 0 sends tensors to all others. Nobody waits forever for
+    a process that dies, stops or does not answer while the group forms."""
 
     def __init__(
         self,
@@ -119,29 +132,8 @@ class WeightGroup:
     ) -> None:
         """`given_up` is set when a process turns out not to come; the others then stop waiting for it."""
         self.name, self.device = invitation.name, device
-        host, _, port = invitation.place.rpartition(":")
-        interface = interface_of(address_towards(host.strip("[]")))
-        if store is None:
-            store = TCPStore(host, int(port), None, is_master=False, timeout=timedelta(seconds=invitation.seconds))
-        if interface is not None and invitation.backend != GLOO:  # NCCL opens ports at the first operation
-            os.environ.setdefault(f"{invitation.backend.upper()}_SOCKET_IFNAME", interface)
-        prefixed = PrefixStore(invitation.name, store)
-        _meet(prefixed, invitation, given_up)
-        with gloo_on(interface):
-            self._group = peer_group(
-                invitation.backend, device, prefixed, invitation.rank, invitation.size, invitation.seconds
-            )
-            self._check_members(invitation)
-
-    def _check_members(self, invitation: GroupInvitation) -> None:
-        """Raise unless every member knows the secret."""
-        secret = invitation.secret.encode()
-        proofs = [membership_proof(secret, 0, rank).to(self.device) for rank in range(invitation.size)]
-        gathered = [torch.zeros_like(proof) for proof in proofs]
-        self._group.allgather([gathered], [proofs[invitation.rank]]).wait()
-        if not all(map(torch.equal, gathered, proofs)):
-            self.close()
-            raise GroupError("a process that is no server of this run has joined the group of its weights")
+        form = partial(_form, invitation, device, store, given_up)
+        self._group, self._store = _in_time(form, FORMING * invitation.seconds)
 
     def broadcast(self, bucket: Tensor) -> None:
         """Send a tensor from process 0; the others receive it into theirs."""
@@ -151,12 +143,88 @@ class WeightGroup:
 
     def close(self) -> None:
         """Leave the group. The others, if they wait, fail at once (gloo) or when their time is over (NCCL)."""
-        with suppress(RuntimeError, AttributeError):  # gloo has nothing to abort
-            self._group.abort()
-        self._group = None
+        _abort(self._group)
+        self._group = self._store = None
 
 
-def _meet(store: PrefixStore, invitation: GroupInvitation, given_up: threading.Event | None) -> None:
+def _in_time(work: Callable[[], tuple[Any, Any]], seconds: float) -> tuple[Any, Any]:
+    """The group that `work` forms in a thread of its own, for which nobody waits when its time is over: a TCP store
+    that accepts and does not answer, and NCCL when a process dies while it connects, keep a thread without end. A group
+    that forms later is closed."""
+    outcomes: SimpleQueue[tuple[Any, Any] | BaseException] = SimpleQueue()
+    over = threading.Event()
+
+    def run() -> None:
+        outcome: tuple[Any, Any] | BaseException
+        try:
+            outcome = work()
+        except BaseException as problem:  # noqa: BLE001 - any failure is passed to who waits
+            outcome = problem
+        outcomes.put(outcome)
+        if over.is_set() and not isinstance(outcome, BaseException):
+            _abort(outcome[0])
+
+    threading.Thread(target=run, name="rally-weight-group", daemon=True).start()
+    try:
+        outcome = outcomes.get(timeout=seconds)
+    except Empty:
+        over.set()
+        raise GroupError(f"the group of weights did not form within {seconds:g} s; a process of it hangs") from None
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return outcome
+
+
+def _form(
+    invitation: GroupInvitation, device: torch.device, store: Any, given_up: threading.Event | None
+) -> tuple[Any, Any]:
+    """The group, and the store over which it formed: closed, since all members are connected."""
+    host, _, port = invitation.place.rpartition(":")
+    interface = interface_of(address_towards(host.strip("[]")))
+    if store is None:
+        store = TCPStore(host, int(port), None, is_master=False, timeout=timedelta(seconds=invitation.seconds))
+    if interface is not None and invitation.backend != GLOO:  # NCCL opens ports at the first operation
+        os.environ.setdefault(f"{invitation.backend.upper()}_SOCKET_IFNAME", interface)
+    sealed = SealedStore(PrefixStore(invitation.name, store), invitation.secret.encode())
+    _meet(sealed, invitation, given_up)
+
+    def check(group: Any) -> None:
+        try:
+            _check_members(group, invitation, device)
+        except BaseException:
+            _abort(group)
+            raise
+
+    with gloo_on(interface):
+        rank, size = invitation.rank, invitation.size
+        group, _ = peer_group(invitation.backend, device, sealed, rank, size, invitation.seconds, check)
+    sealed.close()
+    return group, sealed
+
+
+def _check_members(group: Any, invitation: GroupInvitation, device: torch.device) -> None:
+    """Raise unless every member knows the secret: over every connection with gloo. NCCL makes connections only with a
+    random number of the group, which the store keeps secret."""
+    secret, rank, members = invitation.secret.encode(), invitation.rank, range(invitation.size)
+    if invitation.backend == GLOO:
+        sent, expected = membership_proofs(secret, 0, rank, members)
+        got = torch.zeros_like(expected)
+        group.alltoall_base(got, sent, [], []).wait()
+    else:  # connections between all would take memory of every device
+        expected = torch.stack([membership_proofs(secret, 0, one, [one])[0] for one in members])
+        parts = [torch.zeros_like(proof, device=device) for proof in expected]
+        group.allgather([parts], [expected[rank].to(device)]).wait()
+        got = torch.stack(parts).cpu()
+    if not torch.equal(got, expected):
+        raise GroupError("a process that is no server of this run has joined the group of its weights")
+
+
+def _abort(group: Any) -> None:
+    with suppress(RuntimeError, AttributeError):  # gloo has nothing to abort
+        group.abort()
+
+
+def _meet(store: Any, invitation: GroupInvitation, given_up: threading.Event | None) -> None:
     """Wait at the store until all members are there. NCCL would wait without end for one that does not come."""
     members = [f"here/{rank}" for rank in range(invitation.size)]
     if invitation.rank >= len(members):

@@ -7,10 +7,12 @@ import json
 import logging
 import os
 import secrets
+import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -291,17 +293,25 @@ def _own_url(host: str, port: int, names: Sequence[str]) -> str:
 
 @contextmanager
 def _announced(run_dir: Path | None, url: str | None, token: str | None) -> Iterator[None]:
-    """A block in which a run is told about this server; at its end the server leaves the run."""
+    """A block in which a run is told about this server; at its end the server leaves the run, also if a signal asks
+    for it. uvicorn raises that signal again when it has ended, and by default it would end the process here."""
     if run_dir is None or url is None:
         yield
         return
     from rally.engines.remote import ServerAnnouncement, announce
 
+    before = {number: signal.signal(number, _exit) for number in (signal.SIGTERM, signal.SIGHUP)}
     file = announce(run_dir, ServerAnnouncement(url, token))
     try:
         yield
     finally:
         file.unlink(missing_ok=True)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
 
 
 def _options() -> OptionNames:

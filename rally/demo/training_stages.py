@@ -19,7 +19,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from rally.chat import ChatCodec, tiny_tokenizer
-from rally.config import load_config
+from rally.config import Config, load_config
 from rally.data import TaskSet, load_tasks
 from rally.engines.embedded import EmbeddedEngine, EngineSettings
 from rally.loops import LoopSettings, Runner
@@ -199,11 +199,12 @@ def run_course(
     start = private_folder(folder) / "start"
     course.write_data(folder / "data", settings.seed)
     start.mkdir(exist_ok=True)
-    config = load_config(overrides=overrides, base=course_config(course, folder, settings))  # raises before training
+    config = course_run(course, folder, settings, overrides)  # raises before training
     teach(course, model, codec, load_tasks(folder / "data" / "gate.parquet"), settings, console)
     model.save_pretrained(start)
     save_tokenizer(tokenizer, start)
-    console.note(f"GRPO: {settings.prompts} prompts x 8 episodes a step; reward 1 for the right answer, 0 otherwise")
+    step = f"{config.data.train_batch_size} prompts x {config.actor_rollout_ref.rollout.n} episodes a step"
+    console.note(f"GRPO: {step}; reward 1 for the right answer, 0 otherwise")
     run.train(config, console)
     return report(course, folder, codec, console)
 
@@ -232,6 +233,24 @@ def small_model(tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedMode
     )
     model.eval()
     return model
+
+
+REPORTED = (
+    *("trainer.default_local_dir", "trainer.val_before_train", "trainer.val_only", "data.val_files"),
+    *("actor_rollout_ref.rollout.val_kwargs.n", "actor_rollout_ref.rollout.val_kwargs.do_sample"),
+)
+"""The keys of the validations that `report` compares."""
+
+
+def course_run(course: Course, folder: Path, settings: CourseSettings, overrides: Sequence[str]) -> Config:
+    """The configuration of the GRPO stage with `overrides`, none of which may change what `report` reads."""
+    base = course_config(course, folder, settings)
+    config = load_config(overrides=overrides, base=base)
+    given, asked = load_config(base=base).flat(), config.flat()
+    if changed := [key for key in REPORTED if asked[key] != given[key]]:
+        keys = " and ".join(changed)
+        raise RallyError(f"success before and after is read from the validations of the demo itself; leave out {keys}")
+    return config
 
 
 def course_config(course: Course, folder: Path, settings: CourseSettings) -> dict[str, Any]:

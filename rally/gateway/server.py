@@ -41,6 +41,7 @@ from rally.services.admission import Refused, unless_gone
 from rally.services.anthropic_api import Messages
 from rally.services.api_translation import NO_CACHE, StreamPart, begun, is_whole
 from rally.services.http_guard import MEBIBYTE, Guard, HttpLimits, uvicorn_options
+from rally.services.http_server import GRACE_SECONDS
 from rally.services.openai_api import event
 from rally.services.openai_errors import HANDLERS, error_body
 from rally.services.openai_requests import ChatRequest
@@ -93,7 +94,8 @@ class Gateway:
         limits = HttpLimits(max_body=MAX_BODY, keep_alive_seconds=KEEP_ALIVE)
         # Any host name: every request carries the key of its episode, which no web page knows.
         app = Guard(Starlette(routes=routes, exception_handlers=HANDLERS), None, limits)
-        config = uvicorn.Config(app, log_level="warning", lifespan="off", **uvicorn_options(limits))
+        options = {"lifespan": "off", "timeout_graceful_shutdown": GRACE_SECONDS, **uvicorn_options(limits)}
+        config = uvicorn.Config(app, log_level="warning", **options)
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(
             target=self._server.run, kwargs={"sockets": [self._socket]}, name="rally-gateway", daemon=True
@@ -122,7 +124,9 @@ class Gateway:
         self._sessions.pop(client.api_key).close()
 
     def close(self) -> None:
-        self._server.should_exit = self._server.force_exit = True
+        """Answer the workers that wait for an episode, and end the server."""
+        self._server.should_exit = True
+        self.workers.close()
         self._thread.join(timeout=5)
 
     async def _chat(self, request: Request) -> Response:

@@ -92,6 +92,11 @@ class WorkerPool:
         self._claimed: dict[str, Lease] = {}
         self._asked = 0.0  # when a worker last asked for an episode
         self._noted = False
+        self._closed = False
+
+    def close(self) -> None:
+        """Answer the requests that wait for an episode: there will be none."""
+        self._closed = True
 
     @property
     def routes(self) -> list[Route]:
@@ -173,7 +178,7 @@ class WorkerPool:
 
     async def _awaited(self, body: ClaimRequest) -> Lease | None:
         until = time.monotonic() + body.wait
-        while (lease := self._next(body.worker)) is None and time.monotonic() < until:
+        while (lease := self._next(body.worker)) is None and time.monotonic() < until and not self._closed:
             await asyncio.sleep(CLAIM_SECONDS)
         return lease
 

@@ -129,14 +129,13 @@ class AgentWorker:
         return await run_process(command, environment={**own, **environment})
 
     async def _post(self, http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> dict[str, Any] | None:
-        """The answer; empty for 204, None if the gateway cannot be reached."""
+        """The answer; empty for 204, None if the gateway cannot be reached, or only what stands before it."""
         try:
             answer = await http.post(path, json=body)
         except httpx.TransportError as error:
-            if not self._told:
-                self._told = True
-                self._note(f"no gateway answers at {self._settings.gateway} ({error or type(error).__name__}); waiting")
-            return None
+            return self._unreached(str(error) or type(error).__name__)
+        if answer.status_code >= 500:  # a proxy without the gateway, or a gateway that is ending
+            return self._unreached(f"HTTP {answer.status_code}")
         self._reached, self._told = time.monotonic(), False
         if answer.status_code == 204:
             return {}
@@ -144,6 +143,11 @@ class AgentWorker:
             raise WorkerError(_refusal(answer, self._settings.gateway))
         found: dict[str, Any] = answer.json()
         return found
+
+    def _unreached(self, reason: str) -> None:
+        if not self._told:
+            self._told = True
+            self._note(f"no gateway answers at {self._settings.gateway} ({reason}); waiting")
 
 
 def _refusal(answer: httpx.Response, gateway: str) -> str:

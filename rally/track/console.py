@@ -33,7 +33,7 @@ _SHOWN: tuple[tuple[str, str, str], ...] = (  # metric, label, format (fixed, so
     (REWARD, "reward_mean", "{:.3f}"),
     (TOOL_SUCCESS, "tool_call_success", "{:.3f}"),
     (NUM_TURNS, "num_turns", "{:.2f}"),
-    ("actor/ppo_kl", "kl", "{:.5f}"),
+    ("actor/ppo_kl", "kl", "{:z.5f}"),
     ("train/loss", "loss", "{:.4f}"),
     ("val/loss", "val_loss", "{:.4f}"),
     ("train/tokens_per_s", "tokens/s", "{:.0f}"),

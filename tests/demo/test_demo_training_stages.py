@@ -9,6 +9,8 @@ import torch
 from train_cases import Paper, same, weights
 
 from rally.chat import ChatCodec, tiny_tokenizer
+from rally.config import Config
+from rally.demo import training_stages
 from rally.demo.demo import CALCULATOR
 from rally.demo.training_stages import (
     CourseSettings,
@@ -71,3 +73,34 @@ def test_a_mistake_in_the_words_is_told_before_anything_is_taught(tmp_path: Path
     with pytest.raises(RallyError, match=r"unknown key trainer\.sead; did you mean trainer\.seed"):
         run_course(CALCULATOR, tmp_path, CourseSettings(), paper.console, ["trainer.sead=1"])
     assert "sft" not in paper.text
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "trainer.val_before_train=false",
+        "trainer.val_only=true",
+        "trainer.default_local_dir=elsewhere",
+        "data.val_files=${data.train_files}",
+        "actor_rollout_ref.rollout.val_kwargs.n=4",
+        "actor_rollout_ref.rollout.val_kwargs.do_sample=false",
+    ],
+)
+def test_what_the_report_compares_stays_as_it_is(tmp_path: Path, override: str) -> None:
+    paper = Paper()
+    with pytest.raises(RallyError, match=f"validations of the demo itself; leave out {override.partition('=')[0]}"):
+        run_course(CALCULATOR, tmp_path, CourseSettings(), paper.console, [override])
+    assert "sft" not in paper.text
+
+
+def test_the_size_of_a_step_is_told_as_it_was_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def trained(config: Config, console: object) -> None:
+        raise RallyError(f"{config.trainer.total_training_steps} steps")
+
+    monkeypatch.setattr(training_stages, "teach", lambda *_: None)
+    monkeypatch.setattr(training_stages.run, "train", trained)
+    paper = Paper()
+    overrides = ["data.train_batch_size=16", "actor_rollout_ref.rollout.n=4"]
+    with pytest.raises(RallyError, match="20 steps"):
+        run_course(CALCULATOR, tmp_path, CourseSettings(grpo_steps=20), paper.console, overrides)
+    assert "GRPO: 16 prompts x 4 episodes a step" in paper.text

@@ -23,10 +23,11 @@ from rally.chat import ChatCodec
 from rally.config import load_config
 from rally.gateway import BlackBoxAgentLoop, worker_pool
 from rally.gateway.agent_process import AgentWorkerLost
-from rally.gateway.server import gateway_at
+from rally.gateway.server import Gateway, gateway_at
 from rally.loops import LoopError, LoopSpec, Runner
 from rally.runs.train import train
 from rally.services import agent_worker
+from rally.services.agent_worker import AgentWorker, AgentWorkerSettings
 from rally.track import RunFolder
 from rally.types import StopReason
 
@@ -256,6 +257,36 @@ def test_mistakes_of_a_worker_are_sentences(start: Start) -> None:
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
         assert done.returncode == 2 and sentence in done.stderr, done.stderr
+
+
+def test_the_end_of_a_run_leaves_its_idle_workers_waiting_for_another(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("RALLY_AGENT_TOKEN", TOKEN)
+    port, notes = free_port(), list[str]()
+    settings = AgentWorkerSettings(
+        gateway=f"http://127.0.0.1:{port}", token=TOKEN, command=["true"], jobs=3, patience=0.0
+    )
+    gateway = Gateway("127.0.0.1", port)
+    asked = threading.Event()
+    monkeypatch.setattr(gateway.workers, "_next", lambda worker: asked.set())
+    threading.Thread(target=lambda: asked.wait(60) and gateway.close(), daemon=True).start()
+    with pytest.raises(ExceptionGroup) as failed:
+        asyncio.run(AgentWorker(settings, notes.append).run())
+    assert "no gateway has answered at" in str(failed.value.exceptions[0]) and "no gateway answers" in notes[0]
+    assert "Exception in ASGI application" not in caplog.text
+
+
+def test_an_error_of_a_proxy_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def tried() -> str:
+        settings = AgentWorkerSettings(gateway="http://10.0.0.1", token=TOKEN, command=["true"])
+        answer = httpx.MockTransport(lambda request: httpx.Response(502))
+        async with httpx.AsyncClient(base_url="http://10.0.0.1", transport=answer) as http:
+            notes: list[str] = []
+            assert await AgentWorker(settings, notes.append)._post(http, "claim", {}) is None
+            return notes[0]
+
+    assert asyncio.run(tried()) == "no gateway answers at http://10.0.0.1 (HTTP 502); waiting"
 
 
 def test_a_run_trains_on_the_episodes_of_workers_of_which_one_is_killed(

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -127,6 +128,17 @@ def test_rally_serve_announces_itself_while_it_runs(
     assert [one["url"] for one in seen] == ["http://127.0.0.1:18734"] and len(seen[0]["token"]) > 20
     assert seen[0]["token"] not in result.output and not os.listdir(join_folder(tmp_path))
     assert "--join needs an address" in str(CliRunner().invoke(app, [*options, "--port", "0"]).exception)
+
+    def ended_by_a_signal(*_: object, **__: object) -> None:  # as uvicorn.run does
+        assert file_names() and signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        signal.raise_signal(signal.SIGTERM)
+
+    def file_names() -> list[str]:
+        return os.listdir(join_folder(tmp_path))
+
+    monkeypatch.setattr("uvicorn.run", ended_by_a_signal)
+    assert CliRunner().invoke(app, [*options, "--port", "18734"]).exit_code == 143
+    assert not file_names() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_announcements_that_cannot_be_read_end_nothing_and_reveal_nothing(

@@ -56,6 +56,13 @@ def test_a_log_file_reads_like_this() -> None:
     ]
 
 
+def test_a_kl_that_rounds_to_nothing_has_no_sign() -> None:
+    console, out = run_console()
+    console.step_line(1, 2, {"actor/ppo_kl": -1e-9})
+    console.step_line(2, 2, {"actor/ppo_kl": -1e-4})
+    assert out.getvalue().splitlines() == ["step 1/2  kl=0.00000", "step 2/2  kl=-0.00010"]
+
+
 def test_a_step_line_shows_what_there_is_and_validation_too() -> None:
     console, out = run_console()
     console.step_line(1, 5, {"critic/rewards/mean": math.nan, "val-core/gsm8k/acc/mean@1": 0.5, "other": 1.0})

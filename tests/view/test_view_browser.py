@@ -449,3 +449,31 @@ def test_live_metrics_are_followed(browser: Browser, tmp_path: Path) -> None:
         since = time.monotonic()
         browser.wait("document.getElementById('live').innerText.includes('step 3 · 42 episodes')")
         assert time.monotonic() - since < 2.0 + PATIENCE
+
+
+def test_a_sampled_episode_is_compared_with_a_sampled_one(browser: Browser, tmp_path: Path) -> None:
+    folder, codec = RunFolder(tmp_path / "passes").create(), ChatCodec(tiny_tokenizer())
+    for step in (0, 10):
+        sampled = make_episode(codec, step, 0, 0, validate=True)
+        greedy = replace(sampled, id=f"v{step:06d}-00000-greedy-0")
+        folder.log_episodes(step, [sampled, greedy], validate=True)
+    with served(folder.path) as url:
+        for left, right in (("v000000-00000-0", "v000010-00000-0"), ("v000000-00000-greedy-0", "v000010-00000-greedy-0")):
+            go(browser, f"{url}#/compare?task=v:0&a=0:{left}", ".diff")
+            chosen = "[...document.querySelectorAll('.diff select')].map((one) => one.value)"
+            assert browser.wait(chosen) == [f"0:{left}", f"0:{right}"]
+
+
+def test_a_heading_that_is_sorted_by_is_not_cut_and_a_tree_of_values_begins_at_the_left(
+    browser: Browser, tmp_path: Path
+) -> None:
+    folder, codec = RunFolder(tmp_path / "headings").create(), ChatCodec(tiny_tokenizer())
+    more = {"interaction": {"name": "teacher", "info": [{}]}}
+    folder.log_episodes(1, [replace(make_episode(codec, 1, 0, 0), extra=more)])
+    with served(folder.path) as url:
+        for column in ("errors", "sampled", "calls", "turns", "seconds"):
+            go(browser, f"{url}#/episodes?sort={column}", ".rows .tr")
+            cut = "[...document.querySelectorAll('.th button')].filter((one) => one.scrollWidth > one.clientWidth)"
+            assert browser.evaluate(f"{cut}.map((one) => one.textContent)") == []
+        go(browser, f"{url}#/episode?id=t000001-00000-0", ".facts .whole")
+        assert browser.evaluate("getComputedStyle(document.querySelector('.whole .value')).textAlign") == "left"

@@ -104,6 +104,7 @@ function axes(found, first, last, x, y) {
   for (let step = Math.ceil(first / wide) * wide; step <= last; step += wide) {
     parts.push(svg("text", { class: "tick", x: x(step), y: HEIGHT - 8 }, step));
   }
+  parts.push(svg("text", { class: "tick end of", x: LEFT - 12, y: HEIGHT - 8 }, "step"));
   return parts;
 }
 

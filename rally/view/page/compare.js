@@ -50,6 +50,8 @@ function label(option) {
   return `${when} · reward ${number(option.reward)} · ${clip(option.id, 60)}`;
 }
 
+const pass = (option) => (option.validate ? "validation" : "training") + (option.id.includes("-greedy") ? ", greedy" : "");
+
 export function compareView(root, app) {
   const param = (name) => app.place.params.get(name);
   let some = null;
@@ -118,7 +120,9 @@ export function compareView(root, app) {
     const find = (key) => options.find((option) => option.key === key);
     // From an episode one looks at where its run came to; if this is it, at where it began.
     const left = find(param("a")) ?? options[0];
-    const own = options.filter((option) => option.run === left.run);
+    const all = options.filter((option) => option.run === left.run);
+    const same = all.filter((option) => pass(option) === pass(left));
+    const own = same.length > 1 ? same : all; // a sampled episode beside a greedy one would differ by that already
     const right = find(param("b")) ?? (left === own.at(-1) ? own[0] : own.at(-1));
     const [a, b] = await Promise.all([left, right].map((one) => episode(one.run, one.id)));
     return { task, options, recorded, left, right, a, b };

@@ -143,6 +143,8 @@ function jumpTo(element) {
   element.scrollIntoView({ block: "start" });
 }
 
+const isTree = (value) => value !== null && typeof value === "object" && !(value instanceof Node);
+
 function facts(pairs) {
   return h(
     "dl",
@@ -151,7 +153,7 @@ function facts(pairs) {
       h("dt", null, name),
       h(
         "dd",
-        null,
+        { class: isTree(value) ? "whole" : null },
         value instanceof Node
           ? value
           : typeof value === "number"

@@ -20,7 +20,8 @@ const STRIP = 56,
   AXIS = 22,
   GAP = 8,
   LEFT = 92,
-  RIGHT = 12;
+  RIGHT = 12,
+  TICK = 54; // pixels between two ticks, at least
 
 // How many requests are on the engine at each moment: [[from, to, n], ...], without gaps.
 export function load(lanes) {
@@ -190,7 +191,7 @@ export function timelineView(root, app) {
 
   function drawAxis(pen, g, color) {
     const span = ready.end - ready.start,
-      size = tickSize(span / 2);
+      size = tickSize((4 * span) / Math.min(8, (g.width - LEFT - RIGHT) / TICK));
     for (let at = 0; at <= span; at += size) {
       const x = Math.round(g.x(ready.start + at)) + 0.5;
       pen.strokeStyle = color("rule");
@@ -199,7 +200,8 @@ export function timelineView(root, app) {
       pen.lineTo(x, g.whole);
       pen.stroke();
       pen.fillStyle = color("soft");
-      pen.fillText(Number(at.toFixed(6)) + " s", x + 3, 9);
+      const name = Number(at.toFixed(6)) + " s";
+      if (x + 3 + pen.measureText(name).width <= g.width) pen.fillText(name, x + 3, 9);
     }
   }
 

@@ -422,6 +422,9 @@ def _load_error(kind: str, path: str, problem: Exception, option: str) -> str:
     first = _first_line(problem)
     if isinstance(problem, ImportError) and path.endswith(".gguf"):
         return f'reading {path} needs the gguf package: pip install "rally-rl[gguf]"'
+    places = f"a folder, a hub name that can be reached, or a .gguf file as {option}"
+    if path.startswith(("/", ".", "~")) and not Path(path).expanduser().exists():
+        return f"{path} does not exist; give {places}"
     if (trained := Path(path) / "actor").is_dir():
         return f"{path} is a whole checkpoint; give the model in it: {trained}"
     file = "tokenizer_config.json" if kind == "tokenizer" else "config.json"
@@ -433,8 +436,7 @@ def _load_error(kind: str, path: str, problem: Exception, option: str) -> str:
         absent = isinstance(problem.__cause__, LocalEntryNotFoundError)
         first = f"{'it is not on this machine' if absent else first}, and {why}"
     fetch = f"fetch it with `hf download {path}`, or " if _is_hub_name(path) else ""
-    hint = f"{fetch}give a folder, a hub name that can be reached, or a .gguf file as {option}"
-    return f"the {kind} {path!r} cannot be loaded ({first}); {hint}"
+    return f"the {kind} {path!r} cannot be loaded ({first}); {fetch}give {places}"
 
 
 def _first_line(problem: Exception) -> str:

@@ -117,10 +117,16 @@ def test_a_real_gguf_model_loads_answers_and_saves(tmp_path):
         assert torch.equal(model(ids).logits, again(ids).logits)
 
 
-@pytest.mark.parametrize("path", ["/nowhere/at/all", "no-such-owner/no-such-model"])
-def test_a_model_that_cannot_be_had_is_one_sentence(path):
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("/nowhere/at/all", "/nowhere/at/all does not exist; give a folder, .* as model.path"),
+        ("no-such-owner/no-such-model", "cannot be loaded"),
+    ],
+)
+def test_a_model_that_cannot_be_had_is_one_sentence(path, words):
     for load in (load_model, load_tokenizer):
-        with pytest.raises(LoadError, match="cannot be loaded") as caught:
+        with pytest.raises(LoadError, match=words) as caught:
             load(path)
         assert "\n" not in str(caught.value)
 

@@ -212,20 +212,33 @@ def has_reference(config: Config) -> bool:
     return bool(wanted) and lora_of(config.model, 0) is None
 
 
-def teacher_bytes(config: Config, width: int) -> list[int]:
-    """The weights of each teacher that is loaded in process; `width` is that of the policy's parameters. GGUF files,
-    whose configuration is slow to read, are left out."""
+class LoadedModel(NamedTuple):
+    """A model that a run loads, and the bytes of each of its parameters."""
+
+    path: str
+    model_config: PreTrainedConfig
+    parameters: int
+    width: int
+
+
+def teachers_of(config: Config, width: int) -> list[LoadedModel]:
+    """Each teacher that is loaded in process; `width` is that of the policy's parameters."""
     if not config.distillation.enabled:
         return []
-    trust, sizes = config.model.trust_remote_code, []
+    trust, found = config.model.trust_remote_code, []
     for name, teacher in config.distillation.teachers.items():
         path, dtype = str(teacher.model_path), teacher.inference.get("dtype") or config.model.dtype
-        if teacher.server.url is None and not path.endswith(".gguf"):
+        if teacher.server.url is None:
             option = f"distillation.teacher_models.{name}.model_path"
             stored = load_model_config(path, trust_remote_code=trust, option=option)
             own = width if dtype == "auto" else getattr(torch, dtype).itemsize
-            sizes.append(own * size_from(stored, trust=trust).parameters)
-    return sizes
+            found.append(LoadedModel(path, stored, size_from(stored, trust=trust).parameters, own))
+    return found
+
+
+def teacher_bytes(config: Config, width: int) -> list[int]:
+    """The weights of each teacher that is loaded in process; `width` is that of the policy's parameters."""
+    return [teacher.width * teacher.parameters for teacher in teachers_of(config, width)]
 
 
 def _teachers_bytes(config: Config, width: int) -> int:

@@ -42,6 +42,13 @@ class DistillationSettings:
         """Whether the loss needs more of the student than the log-probability of the sampled token."""
         return self.mode not in ESTIMATORS
 
+    @property
+    def chunks(self) -> int:
+        """How often the divergence holds a chunk of the policy's logits in float32, in both passes. Measured."""
+        if self.mode in FULL:
+            return 8 if self.mode == "jsd_full" else 5
+        return int(self.mode == TOPK)
+
 
 class TopkLoss(NamedTuple):
     """The forward KL over the teacher's top K, the mass of both on these tokens, and the share of them that is also

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -48,6 +51,23 @@ def split_config_args(
             "as one word, without spaces"
         )
     return path, overrides
+
+
+@contextmanager
+def written_as(options: Mapping[str, str]) -> Iterator[None]:
+    """A block that shares code with a run: its errors name a key of the configuration by the option it came from."""
+    try:
+        yield
+    except RallyError as mistake:
+        text = str(mistake)
+        longest_first = sorted(options, key=len, reverse=True)
+        keys = "|".join(re.escape(key) + (r"(?!\w)" if key[-1].isalnum() else "") for key in longest_first)
+        named = re.sub(rf"(?<![\w.])(?:{keys})", lambda key: options[key.group()], text)
+        if named == text:
+            raise
+        renamed = RallyError(named)
+        renamed.exit_code = mistake.exit_code
+        raise renamed from mistake
 
 
 RecipeName = Annotated[

@@ -129,7 +129,9 @@ def geometry(
     out: Out,
     train: Annotated[int, typer.Option(help="Training figures.", min=1)] = 1024,
     test: Annotated[int, typer.Option(help="Figures held out.", min=1)] = 128,
-    level: Annotated[list[int] | None, typer.Option(help="1 to 3, given once for each; all if not given.")] = None,
+    level: Annotated[
+        list[int] | None, typer.Option(help="1 to 3, given once for each; all if not given.", min=1, max=3)
+    ] = None,
     source: Annotated[
         Path | None,
         typer.Option(help="A folder with train and test files of images, problem and answer, such as geometry3k."),
@@ -192,6 +194,10 @@ def index(
 
     encoding = {"pooling": pooling, "query_prefix": query_prefix, "passage_prefix": passage_prefix}
     recipe = {**encoding, "max_length": max_length}
+    if device != "cpu":  # torch is slow to import
+        from rally.models.load import pick_device
+
+        device = str(pick_device(device, "--device"))
     spec = IndexSpec(kind=kind, encoder=encoder, vectors=vectors, device=device, recipe=recipe, ready=faiss)
     console = quiet_console()
     built = build_index(corpus, out, spec, _with_progress(console))

@@ -14,15 +14,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rally.cli.config_args import written_as
 from rally.cli.console import quiet_console
 from rally.types import RallyError, ToolCall
 
 if TYPE_CHECKING:
+    from rally.config import Config
     from rally.envs import EnvTurn
+    from rally.track import RunConsole
 
 app = typer.Typer(help="List environments, and play one.", no_args_is_help=True)
 
 CALL = "/call"
+SHORTEST_ROOM = 4096
+"""Tokens that a prompt may have, however few a response has."""
 
 
 @app.command("list")
@@ -91,31 +96,77 @@ def try_environment(
     from rally.config import load_config
     from rally.runs.build.data import environments_of
 
+    if not name.strip():
+        raise RallyError("NAME is empty; `rally env list` lists the environments")
+    for one in args or ():
+        if not all(part.strip() for part in one.partition("=")[:2]):
+            raise RallyError(f"--args {one} is not of the form key=value, such as --args difficulty=2")
     seeds = ["env.val_size=1", f"env.val_seed={seed}"]
     apart = [] if python is None else [f"env.python={python}"]
-    config = load_config(overrides=[f"env.name={name}", *(f"env.args.{one}" for one in args or ()), *apart, *seeds])
-    if model is None:
-        asyncio.run(_by_hand(environments_of(config), name, seed))
-        return
+    with written_as(OPTIONS):
+        config = load_config(overrides=[f"env.name={name}", *(f"env.args.{one}" for one in args or ()), *apart, *seeds])
+        if model is None:
+            asyncio.run(_by_hand(environments_of(config), name, seed))
+            return
+        room = _room(model, tokens)
+        with tempfile.TemporaryDirectory(prefix="rally-env-") as folder:
+            entry = json.dumps([{"name": name, "args": config.env.args, "python": python, "weight": 0}])  # no training
+            given = [f"actor_rollout_ref.model.path={model}", f"trainer.default_local_dir={folder}"]
+            lengths = [f"data.max_response_length={tokens}", f"data.max_prompt_length={room}"]
+            _by_model(load_config(overrides=[f"env.mixture={entry}", *seeds, *given, VAL_ONLY, *lengths]), console)
+
+
+VAL_ONLY = "trainer.val_only=true"
+OPTIONS = {
+    "env.name": "NAME",
+    "env.args": "--args",
+    "the override 'env.args.": "--args '",
+    "env.python": "--python",
+    "env.val_seed": "--seed",
+    "model.path": "--model",
+    "actor_rollout_ref.model.path": "--model",
+}
+"""The options of `rally env try`, by the keys that they set."""
+
+
+def _room(model: str, tokens: int) -> int:
+    """Tokens of the longest prompt. The model must have room for it and for a response of `tokens`."""
+    from rally.models.load import load_model_config
+
+    if not model:
+        raise RallyError("--model is empty; name a folder or a hub name, or leave it out to play yourself")
+    text = load_model_config(model, option="--model").get_text_config()
+    longest: int | None = getattr(text, "max_position_embeddings", None)
+    if longest is not None and tokens >= longest:
+        raise RallyError(
+            f"--tokens={tokens} leaves no room for a prompt: {model} takes {longest} tokens at most; lower --tokens"
+        )
+    room = max(4 * tokens, SHORTEST_ROOM)
+    return room if longest is None else min(room, longest - tokens)
+
+
+def _by_model(config: Config, console: RunConsole) -> None:
+    from rally.data import DataError
     from rally.runs.evaluate import evaluate
     from rally.track import RunFolder
 
-    with tempfile.TemporaryDirectory(prefix="rally-env-") as folder:
-        entry = json.dumps([{"name": name, "args": config.env.args, "python": python, "weight": 0}])  # no training rows
-        given = [
-            f"actor_rollout_ref.model.path={model}",
-            f"trainer.default_local_dir={folder}",
-            "trainer.val_only=true",
-        ]
-        lengths = [f"data.max_response_length={tokens}", f"data.max_prompt_length={4 * tokens}"]
-        outcome = evaluate(load_config(overrides=[f"env.mixture={entry}", *seeds, *given, *lengths]), console)
-        for episode in RunFolder(outcome.folder).read_episodes(0, validate=True):
-            for message in episode.task.prompt:
-                _say(message["role"], message["content"])
-            for turn in episode.turns:
-                _say(turn.role, turn.text, turn.reward)
-            problem = f", {episode.error}" if episode.error else ""
-            _say("end", f"{episode.stop_reason}, reward {episode.reward}{problem}")
+    room, tokens = config.prompt_length, config.response_length
+    try:
+        outcome = evaluate(config, console)
+    except DataError as problem:
+        if "data.max_prompt_length" not in str(problem):
+            raise
+        advice = "raise" if room in (4 * tokens, SHORTEST_ROOM) else "lower"
+        raise RallyError(
+            f"the first prompt has more than the {room} tokens that --tokens={tokens} leaves for it; {advice} --tokens"
+        ) from problem
+    for episode in RunFolder(outcome.folder).read_episodes(0, validate=True):
+        for message in episode.task.prompt:
+            _say(message["role"], message["content"])
+        for turn in episode.turns:
+            _say(turn.role, turn.text, turn.reward)
+        failure = f", {episode.error}" if episode.error else ""
+        _say("end", f"{episode.stop_reason}, reward {episode.reward}{failure}")
 
 
 async def _by_hand(environments: Any, name: str, seed: int) -> None:

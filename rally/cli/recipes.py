@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from rally.cli.console import quiet_console
+from rally.types import RallyError
 
 app = typer.Typer()
 
@@ -31,11 +32,16 @@ def toy_model(
 ) -> None:
     """Make the demo's small model with random weights, for recipes that train on a CPU from nothing."""
     console = quiet_console()
+    try:
+        lines = words.read_text(encoding="utf-8").splitlines() if words else []
+    except UnicodeDecodeError as undecodable:
+        raise RallyError(f"--words={words} is not UTF-8 text ({undecodable}); name a text file") from None
+    out.mkdir(parents=True, exist_ok=True)  # a library would only log that it is a file
     from rally.chat import tiny_tokenizer
     from rally.demo.training_stages import small_model
     from rally.models.load import reloading_problem, save_tokenizer
 
-    tokenizer = tiny_tokenizer(words.read_text(encoding="utf-8").splitlines() if words else ())
+    tokenizer = tiny_tokenizer(lines)
     model = small_model(tokenizer, seed)
     model.save_pretrained(out)
     save_tokenizer(tokenizer, out)

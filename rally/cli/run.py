@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 app = typer.Typer()
 
 CORE = "val-core/"
+HUB = {"--model": " or a hub name", "--source": ", or leave it out to read from the hub"}
 
 FORWARDED = (signal.SIGTERM, signal.SIGHUP)  # a stage saves what it has and ends
 
@@ -53,6 +54,9 @@ def run(
     path, keys = split_config_args(overrides)
     if path is not None:
         raise RallyError(f"{path} is not key=value; `rally run` takes one recipe by its name, then overrides")
+    for option, value in (("--model", model), ("--source", source)):
+        if value is not None and _is_nowhere(value):
+            raise RallyError(f"{option}={value} does not exist; name a folder{HUB[option]}")
     options = pipeline.RecipeOptions(overrides=keys, model=model, source=source)
     console = quiet_console()
     stages = pipeline.preparation(recipe, options)
@@ -73,6 +77,12 @@ def run(
     for stage in after:
         _execute(stage, console)
     _report(training, before, after, console)
+
+
+def _is_nowhere(place: str) -> bool:
+    """Whether it is the path of something that does not exist, and no name on the hub."""
+    path = Path(place).expanduser()
+    return not place or (place.startswith(("/", ".", "~")) and not path.exists())
 
 
 def _execute(stage: Stage, console: RunConsole) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from rally.cli.config_args import written_as
 from rally.cli.console import quiet_console
 from rally.sandbox import Isolation
 from rally.types import RallyError
@@ -39,6 +40,7 @@ AllowHost = Annotated[
     typer.Option(help="A further name by which clients may call the server; may be repeated.", show_default=False),
 ]
 MaxBody = Annotated[float, typer.Option(help="MiB of a request's body; larger ones are rejected.", min=0.01)]
+NO_OPTIONS = "{}"
 DEFAULT_SHARE, CPU_KV_BYTES = 0.5, 2 << 30
 LONGEST_DEFAULT = 4096  # tokens; a model's own limit may be far more than memory can hold
 
@@ -60,7 +62,13 @@ def retrieval(
 
     token = check_exposure(host, "RALLY_RETRIEVAL_TOKEN")
     check_free(host, port)
+    if device != "cpu":  # torch is slow to import
+        from rally.models.load import pick_device
+
+        device = str(pick_device(device, "--device"))
     opened = open_index(index, device)
+    if opened.kind == "bm25" and device != "cpu":
+        raise RallyError(f"{index} has no vectors, so --device={device} has no effect; leave it out")
 
     def create() -> object:
         from rally.services.retrieval import create_app
@@ -171,7 +179,7 @@ def engine(
         str | None,
         typer.Option(help="Take images over /generate, with the image processor of this model; default: only tokens."),
     ] = None,
-    mm_processor_kwargs: Annotated[str, typer.Option(help="Options of the image processor, as JSON.")] = "{}",
+    mm_processor_kwargs: Annotated[str, typer.Option(help="Options of the image processor, as JSON.")] = NO_OPTIONS,
     join: Annotated[
         Path | None,
         typer.Option(help="The folder of a training run that this server joins; implies --accept-weights."),
@@ -188,6 +196,16 @@ def engine(
     if tool_format != AUTO:
         get_format(tool_format)  # raise for an unknown name before the first request
     drafts = None if speculative_config is None else _drafts(speculative_config)
+    if in_flight != "keep" and not accept_weights and join is None:
+        raise RallyError(
+            f"--in-flight={in_flight} has no effect where weights are never replaced; add --accept-weights or --join, "
+            "or leave it out"
+        )
+    if mm_processor_kwargs != NO_OPTIONS and image_processor is None:
+        raise RallyError(
+            f"--mm-processor-kwargs={mm_processor_kwargs} has no effect without --image-processor; add it, or leave it "
+            "out"
+        )
     if quantization is not None:
         _check_fp8(model, device, dtype, accepts=accept_weights or join is not None)
     token = os.environ.get(TOKEN) or None
@@ -274,7 +292,8 @@ def _show_images(module: PreTrainedModel, processor: str, tokenizer: str, option
             raise ValueError("it is no mapping")
     except ValueError as problem:
         raise RallyError(f"--mm-processor-kwargs={options} is not JSON of a mapping ({problem})") from None
-    patches = patches_for(module.config, processor, chosen, tokenizer_path=tokenizer)
+    with written_as({"data.mm_processor_kwargs": "--mm-processor-kwargs"}):
+        patches = patches_for(module.config, processor, chosen, tokenizer_path=tokenizer)
     if patches is None:
         raise RallyError(
             f"--image-processor={processor}: the model takes no images, or there is no preprocessor_config.json; leave "
@@ -326,6 +345,7 @@ def _options() -> OptionNames:
         torch_attention="--dtype=float32",
         speculation="--speculative-config",
         quantization="--quantization",
+        routes="--return-routes",
     )
 
 
@@ -358,7 +378,8 @@ def _checked(served: Served, module: PreTrainedModel) -> Difference:
     ids = [*served.tokenizer(text, add_special_tokens=False)["input_ids"]]
     advice = "serve it with vLLM or SGLang (--no-check serves it anyway)"
     prompts = (ids, ids[len(ids) // 2 :] or ids)
-    return asyncio.run(check_rollout(served.engine, module, prompts, SamplingParams(max_tokens=1), advice))
+    with written_as({"use another rollout.name or another model": advice}):
+        return asyncio.run(check_rollout(served.engine, module, prompts, SamplingParams(max_tokens=1), advice))
 
 
 def _served(module: PreTrainedModel, path: str, settings: EngineSettings, chat_template: Path | None) -> Served:

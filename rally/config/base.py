@@ -63,6 +63,14 @@ class Section(BaseModel):
             if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
                 yield from field.annotation.keys(prefix + name + ".")
 
+    @classmethod
+    def sections(cls, prefix: str = "") -> Iterator[str]:
+        """The dotted name of every section the schema knows."""
+        for name, field in cls.model_fields.items():
+            if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+                yield prefix + name
+                yield from field.annotation.sections(prefix + name + ".")
+
 
 class Root(Section):
     """A whole configuration, as `load_config` and `load_sft_config` return it."""

@@ -73,6 +73,13 @@ def sentence(error: ErrorDetails, known: Iterable[str]) -> str:
     return f"{key} is {shown(value)} ({KINDS.get(type(value), 'a value')}); it must be {expected}."
 
 
+def not_a_section(key: str, value: Any, meant: str | None) -> str:
+    """The message for a value that is written where a section stands; `meant` is the key it was probably meant for."""
+    question = "" if meant is None else f"; did you mean {meant}={shown(value)}?"
+    what = KINDS.get(type(value), "a value")
+    return f"{key} is {shown(value)} ({what}); it must be a section with keys of its own{question or '.'}"
+
+
 def nearest(key: str, known: Iterable[str], limit: int = 3) -> list[str]:
     """The known keys most similar to `key`, best first. A key without its leading sections matches the full one."""
     depth = key.count(".") + 1

@@ -18,20 +18,22 @@ from rally.config.aliases import SAME_AS, SFT_SAME_AS, resolve_aliases
 from rally.config.base import Root
 from rally.config.checks.consistency import CHECKS, SFT_CHECKS
 from rally.config.checks.unsupported import SFT_UNSUPPORTED, UNSUPPORTED, Unsupported, unsupported_values
-from rally.config.errors import ConfigError, sentence, shown
+from rally.config.errors import ConfigError, not_a_section, sentence, shown
 from rally.config.schema import Config
 from rally.config.sft import SftConfig
-from rally.config.verl_key_tables import HINTS, SFT_HINTS, hint_for
+from rally.config.verl_key_tables import HINTS, MOVES, SFT_HINTS, SFT_MOVES, hint_for
 from rally.config.verl_keys import OWN_FILES, Dropped, Translation, group_choices, translate
 from rally.config.yaml_files import (
     DEEPEST,
     Document,
     Notes,
     Tree,
+    at,
     check_values,
     first_line,
     leaves,
     merge,
+    put,
     read_document,
     without,
 )
@@ -151,9 +153,12 @@ def _translated(schema: type[Root], sources: Sources) -> tuple[Translation, Note
         kept, chosen = group_choices(dict(layer))
         choices |= chosen
         composed = kept.pop("defaults", composed)  # its interpolations are Hydra's
-        layers.append(_expanded(kept))
-        written += [key for key, _ in leaves(layers[-1])]
-    tree = _merged(layers, schema) if composed is None else {"defaults": composed, **_merged(layers, schema)}
+        expanded = _expanded(kept)
+        written += [key for key, _ in leaves(expanded)]
+        # Before they are merged: a later layer would replace such a value, or the value the section, without a word.
+        layers.append(_sections_only(expanded, schema, malformed))
+    merged = _sections_only(_merged(layers, schema), schema, malformed)
+    tree = merged if composed is None else {"defaults": composed, **merged}
     translation = translate(tree, schema, choices, sft=schema is SftConfig)
     problems = [*malformed, *translation.problems]
     tree = translation.tree
@@ -290,6 +295,62 @@ def _expanded(layer: Mapping[str, Any]) -> Tree:
     if isinstance(rollout, dict) and isinstance(rollout.get("multi_turn"), bool):
         rollout["multi_turn"] = {"enable": rollout["multi_turn"]}
     return full
+
+
+MAIN_KEYS: tuple[str, ...] = (
+    *("path", "name", "train_files", "model.path", "adv_estimator", "default_agent_loop", "teacher_model.model_path"),
+    *("backend", "tool_config_path", "optimizer", "default_local_dir"),
+)
+"""Keys that a text is probably meant for where it is written for their whole section, the likeliest first."""
+SHORT = ("model", "actor", "rollout", "ref")
+"""Sections that are written without the `actor_rollout_ref` above them by mistake."""
+MAIN_SWITCHES = ("enable", "enabled")
+MAIN_NUMBERS = ("lr", "kl_coef", "max_assistant_turns", "train_batch_size", "n")
+
+
+def _sections_only(tree: Tree, schema: type[Root], problems: list[str]) -> Tree:
+    """The tree without values that are written where a section stands; each is added to `problems`.
+
+    Interpolations may become a section, and null is how YAML writes an empty one.
+    """
+    for key in _sections(schema):
+        value = at(tree, key)
+        if value is None or isinstance(value, dict) or "${" in str(value):
+            continue
+        problems.append(not_a_section(key, value, _meant(schema, key, value)))
+        tree = without(tree, key)
+    return tree
+
+
+@functools.cache
+def _sections(schema: type[Root]) -> tuple[str, ...]:
+    """The sections of the schema, and those of verl whose keys have another place here."""
+    own = tuple(schema.sections())
+    moves, short = (MOVES, SHORT) if schema is Config else (SFT_MOVES, ())
+    moved = [old for old, new in moves if new in own]
+    above = [old[: dot.start()] for old, _ in moves for dot in re.finditer(r"\.", old)]
+    return tuple(dict.fromkeys((*own, *moved, *above, *short)))
+
+
+def _meant(schema: type[Root], key: str, value: Any) -> str | None:
+    """The key in the section `key` that a value was probably meant for."""
+    target = dict(MOVES if schema is Config else SFT_MOVES).get(key, key)
+    target = f"actor_rollout_ref.{key}" if schema is Config and key in SHORT else target
+    names = MAIN_KEYS
+    if isinstance(value, bool):
+        names = MAIN_SWITCHES
+    elif isinstance(value, int | float):
+        names = MAIN_NUMBERS
+    known = set(schema.keys())
+    return next((full for name in names if (full := f"{target}.{name}") in known and _fits(schema, full, value)), None)
+
+
+def _fits(schema: type[Root], key: str, value: Any) -> bool:
+    try:
+        schema.model_validate(put({}, key, value))
+    except ValidationError:
+        return False
+    return True
 
 
 def _merged(layers: Sequence[Tree], schema: type[Root]) -> Tree:

@@ -347,3 +347,8 @@ ASYNC = (
 )
 GROUPS = ("engine", "optim", "model", "model_engine", "critic", "algorithm", "reward_model", "checkpoint")
 """Keys that Hydra reads as the name of a file when their value is text."""
+GROUP_FILES = (
+    *("fsdp", "fsdp2", "dp", "hf_model", "default", "rollout_correction"),
+    *("dp_critic", "dp_reward_model", "dp_reward_loop"),
+)
+"""Names of these files that ask for nothing but what Rally does."""

@@ -23,6 +23,7 @@ from rally.config.verl_key_tables import (
     ASYNC,
     ASYNC_KEYS,
     DECOUPLED,
+    GROUP_FILES,
     GROUPS,
     HINTS,
     MOVES,
@@ -83,8 +84,13 @@ class Translation(NamedTuple):
 
 def group_choices(layer: Tree) -> tuple[Tree, dict[str, str]]:
     """A layer without the choices of Hydra's groups, such as `engine=fsdp`, and those choices."""
-    chosen = {key: value for key, value in layer.items() if (key in GROUPS or "@" in key) and isinstance(value, str)}
+    chosen = {key: value for key, value in layer.items() if isinstance(value, str) and _is_choice(key, value)}
     return {key: value for key, value in layer.items() if key not in chosen}, chosen
+
+
+def _is_choice(key: str, value: str) -> bool:
+    """Whether a key and its text choose a file of verl. Any other text is a value for a section, and a mistake."""
+    return "@" in key or (key in GROUPS and (value in GROUP_FILES or any(name in value for name in BACKENDS)))
 
 
 def translate(tree: Tree, schema: type[Root], choices: Mapping[str, str], sft: bool) -> Translation:

@@ -213,7 +213,9 @@ def without(tree: Tree, key: str) -> Tree:
     if head not in tree:
         return tree
     below = tree[head]
-    kept = without(below, rest) if rest and isinstance(below, dict) else None
+    if rest and not isinstance(below, dict):
+        return tree  # a value stands where the key's section would be
+    kept = without(below, rest) if rest else None
     if kept:
         return {**tree, head: kept}
     return {name: value for name, value in tree.items() if name != head}

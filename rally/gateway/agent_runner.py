@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -101,22 +101,32 @@ def _openai() -> Any:
 
 def find_agent(spec: str | None) -> Agent:
     """Import the function `my_agent.py:run` or `my_package.agents:run`."""
+    function: Agent = find_function(spec, "agent", ("row", "client"))
+    return function
+
+
+def find_function(spec: str | None, option: str, arguments: Sequence[str]) -> Callable[..., Any]:
+    """Import the function that an option of agent_loop_config names, and that takes these arguments."""
     path, colon, name = (spec or "").rpartition(":")
     if not colon or not path or not name:
         value = f"not {spec!r}" if spec else "but is not set"
-        raise LoopError(f"agent_loop_config.agent must name a function, such as my_agent.py:run, {value}")
-    is_file = path.endswith(".py") or "/" in path
+        raise LoopError(f"agent_loop_config.{option} must name a function, such as my_agent.py:run, {value}")
+    is_file, kind = path.endswith(".py") or "/" in path, "agent" if option == "agent" else "function"
     try:
-        function = getattr(_imported(str(Path(path).resolve()) if is_file else path), name, None)
+        function: Any = getattr(_imported(str(Path(path).resolve()) if is_file else path), name, None)
     except ImportFailed as failed:
-        raise LoopError(f"the agent {spec} cannot be imported ({failed}); correct agent_loop_config.agent") from failed
+        wrong_name = f"correct agent_loop_config.{option}"
+        raise LoopError(f"the {kind} {spec} cannot be imported ({failed}); {wrong_name}") from failed
     if not callable(function):
-        raise LoopError(f"{path} has no function {name}; correct agent_loop_config.agent")
+        raise LoopError(f"{path} has no function {name}; correct agent_loop_config.{option}")
     try:
-        inspect.signature(function).bind("row", "client")
+        inspect.signature(function).bind(*arguments)
     except TypeError as wrong:
-        raise LoopError(f"the agent {spec} must take a row and a client, as in run(row, client): {wrong}") from wrong
-    return function  # type: ignore[no-any-return]
+        taken = " and ".join(f"a {argument}" for argument in arguments)
+        example = f"{'run' if option == 'agent' else name}({', '.join(arguments)})"
+        raise LoopError(f"the {kind} {spec} must take {taken}, as in {example}: {wrong}") from wrong
+    found: Callable[..., Any] = function
+    return found
 
 
 @lru_cache

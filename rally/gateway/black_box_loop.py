@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pydantic import BaseModel
 
 from rally.gateway.agent_process import AgentWorkerLost, check_command, run_command
-from rally.gateway.agent_runner import Agent, RunningAgent, find_agent, run_agent
+from rally.gateway.agent_runner import Agent, RunningAgent, find_agent, find_function, run_agent
 from rally.loops import AgentLoopBase, AgentLoopOutput, LoopError
 from rally.loops.base import EpisodeFailed, Fault, fault_of
 from rally.rewards.score import plain
 from rally.rewards.shaping import ON_TURNS
 from rally.tools.invoke import CallEnd
-from rally.types import Segment, StopReason, brief, finite_number
+from rally.types import RallyError, Segment, StopReason, brief, finite_number
 
 if TYPE_CHECKING:
     from rally.gateway.session import GatewaySession
@@ -48,7 +48,8 @@ class AgentOutcome(NamedTuple):
 class BlackBoxAgentLoop(AgentLoopBase):
     """Calls the function named by `agent` as `agent(row, client)`, or runs the program `command`, or lets `workers` on
     other machines run theirs, one of which is lost after `worker_timeout` seconds without an answer. The gateway
-    listens at `host`, an address of this machine, and `port` (0: any free port)."""
+    listens at `host`, an address of this machine, and `port` (0: any free port). Before a run the function named by
+    `check_row` gets each row, and raises if the agent could not play it."""
 
     def __init__(
         self,
@@ -58,6 +59,7 @@ class BlackBoxAgentLoop(AgentLoopBase):
         command: Sequence[str] | None = None,
         workers: bool = False,
         worker_timeout: float = 30.0,
+        check_row: str | None = None,
     ) -> None:
         self._host, self._port, self._command = host, port, command
         self._workers, self._worker_timeout = workers, worker_timeout
@@ -78,7 +80,20 @@ class BlackBoxAgentLoop(AgentLoopBase):
             find_agent(agent)
         elif shutil.which(check_command(command)[0]) is None:
             raise LoopError(f"there is no program {command[0]!r}; correct agent_loop_config.command")
+        if options.get("check_row") is not None:
+            find_function(options["check_row"], "check_row", ("row",))
         _server()
+
+    @classmethod
+    def check_row(cls, row: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+        if options.get("check_row") is not None:
+            check = find_function(options["check_row"], "check_row", ("row",))
+            try:
+                check(copied(dict(row)))
+            except Exception as problem:  # the user's own code
+                if isinstance(problem, RallyError):
+                    raise
+                raise LoopError(f"{options['check_row']} raised {type(problem).__name__}: {problem}") from problem
 
     @classmethod
     def single_process(cls, options: Mapping[str, Any]) -> str | None:

@@ -361,6 +361,11 @@ class AgentLoopBase(ABC):
             raise LoopError(f"{cls.__name__} cannot be made from rollout.agent_loop_config: {wrong}") from wrong
 
     @classmethod
+    def check_row(cls, row: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+        """Raise a RallyError if every episode of the row would fail. Called for each row before a run loads weights."""
+        return
+
+    @classmethod
     def single_process(cls, options: Mapping[str, Any]) -> str | None:
         """The option with which loop workers cannot play this loop; None if they can."""
         return None

@@ -5,9 +5,10 @@ Loaded models can be saved again, GGUF ones too. `option` is the name of the use
 
 from __future__ import annotations
 
+import copy
 import json
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -189,9 +190,30 @@ def load_model_config(
 ) -> PreTrainedConfig:
     """The configuration of a model, without its weights."""
     where, source = _locate(path, option)
+    if path.endswith(".gguf") and not overrides:
+        file = Path(path).expanduser().resolve()
+        key = (file.stat().st_mtime_ns, file.stat().st_size)
+        if _gguf_configs.get(file, (None,))[0] != key:
+            _gguf_configs[file] = (key, _read_config(path, where, source, trust_remote_code, {}, option))
+        return copy.deepcopy(_gguf_configs[file][1])
+    return _read_config(path, where, source, trust_remote_code, overrides or {}, option)
+
+
+_gguf_configs: dict[Path, tuple[tuple[int, int], PreTrainedConfig]] = {}
+"""Configurations of GGUF files with the time and size of the file. They are read with its vocabulary, in seconds."""
+
+
+def _read_config(
+    path: str,
+    where: str,
+    source: Mapping[str, Any],
+    trust_remote_code: bool,
+    overrides: Mapping[str, Any],
+    option: str,
+) -> PreTrainedConfig:
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(
-            where, trust_remote_code=trust_remote_code, **source, **(overrides or {})
+            where, trust_remote_code=trust_remote_code, **source, **overrides
         )
     except UNREADABLE as problem:
         raise LoadError(_load_error("configuration of the model", path, problem, option)) from problem
@@ -422,6 +444,9 @@ def _load_error(kind: str, path: str, problem: Exception, option: str) -> str:
     first = _first_line(problem)
     if isinstance(problem, ImportError) and path.endswith(".gguf"):
         return f'reading {path} needs the gguf package: pip install "rally-rl[gguf]"'
+    places = f"a folder, a hub name that can be reached, or a .gguf file as {option}"
+    if path.startswith(("/", ".", "~")) and not Path(path).expanduser().exists():
+        return f"{path} does not exist; give {places}"
     if (trained := Path(path) / "actor").is_dir():
         return f"{path} is a whole checkpoint; give the model in it: {trained}"
     file = "tokenizer_config.json" if kind == "tokenizer" else "config.json"
@@ -433,8 +458,7 @@ def _load_error(kind: str, path: str, problem: Exception, option: str) -> str:
         absent = isinstance(problem.__cause__, LocalEntryNotFoundError)
         first = f"{'it is not on this machine' if absent else first}, and {why}"
     fetch = f"fetch it with `hf download {path}`, or " if _is_hub_name(path) else ""
-    hint = f"{fetch}give a folder, a hub name that can be reached, or a .gguf file as {option}"
-    return f"the {kind} {path!r} cannot be loaded ({first}); {hint}"
+    return f"the {kind} {path!r} cannot be loaded ({first}); {fetch}give {places}"
 
 
 def _first_line(problem: Exception) -> str:

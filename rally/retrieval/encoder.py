@@ -22,6 +22,7 @@ from rally.retrieval.hits import RetrievalError
 Pooling = Literal["mean", "cls", "last", "max"]
 
 MAX_LENGTH = 512
+ADVICE = "name the folder of an encoder, or a hub name that can be reached"
 _WEB_SEARCH = "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery: "
 
 
@@ -37,9 +38,9 @@ class EncoderSettings:
 
     def __post_init__(self) -> None:
         if self.pooling not in get_args(Pooling):
-            raise RetrievalError(f"pooling must be one of {', '.join(get_args(Pooling))}, not {self.pooling!r}")
+            raise RetrievalError(f"--pooling must be one of {', '.join(get_args(Pooling))}, not {self.pooling!r}")
         if self.max_length < 1:
-            raise RetrievalError(f"max_length must be at least 1 token, not {self.max_length}")
+            raise RetrievalError(f"--max-length must be at least 1 token, not {self.max_length}")
 
 
 _FAMILIES: tuple[tuple[str, EncoderSettings], ...] = (  # the first whose pattern matches the model's name
@@ -118,7 +119,7 @@ def _read(model: str, file: str) -> Any:
             model, file, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
         )
     except OSError as error:
-        raise RetrievalError(f"the encoder {model} cannot be found ({str(error).splitlines()[0]})") from None
+        raise RetrievalError(f"the encoder {model} cannot be found ({str(error).splitlines()[0]}); {ADVICE}") from None
     return None if path is None else json.loads(Path(path).read_text(encoding="utf-8"))
 
 
@@ -149,7 +150,9 @@ class Encoder:
             self._tokenizer = AutoTokenizer.from_pretrained(model, **source)
             loaded = AutoModel.from_pretrained(model, dtype=dtype, adapter_kwargs=source, **source)
         except (OSError, ValueError) as error:
-            raise RetrievalError(f"the encoder {model} cannot be loaded ({str(error).splitlines()[0]})") from None
+            raise RetrievalError(
+                f"the encoder {model} cannot be loaded ({str(error).splitlines()[0]}); {ADVICE}"
+            ) from None
         self._model = loaded.to(device).eval()
         positions = getattr(loaded.config, "max_position_embeddings", None) or recipe.max_length
         self._max_length = min(recipe.max_length, positions, self._tokenizer.model_max_length)

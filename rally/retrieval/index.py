@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -70,7 +70,7 @@ class IndexSpec:
     encoder: str | None = None
     vectors: Vectors = "flat"
     device: str = "cpu"
-    recipe: dict[str, Any] = field(default_factory=dict)
+    recipe: Mapping[str, Any] = field(default_factory=dict)
     ready: Path | None = None
     """An existing faiss file with one vector per passage, in order; it determines `vectors`."""
 
@@ -82,10 +82,13 @@ class IndexSpec:
         if self.kind != "bm25" and self.encoder is None:
             raise RetrievalError(f"a {self.kind} index needs --encoder, a folder or a name such as intfloat/e5-base-v2")
         shape = None if self.vectors == "flat" else "hnsw"
-        about_vectors = {"encoder": self.encoder, **self.recipe, "vectors": shape, "faiss": self.ready}
+        device = None if self.device == "cpu" else self.device
+        about_vectors = {"encoder": self.encoder, **self.recipe, "vectors": shape, "device": device}
+        about_vectors["faiss"] = self.ready
         unused = next((name for name, value in about_vectors.items() if value is not None), None)
         if self.kind == "bm25" and unused is not None:
-            raise RetrievalError(f"a bm25 index has no vectors, so {unused} has no effect; use --kind dense or hybrid")
+            option = f"--{unused.replace('_', '-')}"
+            raise RetrievalError(f"a bm25 index has no vectors, so {option} has no effect; use --kind dense or hybrid")
 
 
 class BuiltIndex(NamedTuple):

@@ -1,7 +1,7 @@
 """Rewards: scores episodes with built-in or user functions. A failure is an error of the episode, never a silent 0."""
 
 from rally.rewards.custom_functions import JudgeAddress, load_reward_function
-from rally.rewards.registry import check_source, compute_score, register_reward
+from rally.rewards.registry import check_truth, compute_score, register_reward
 from rally.rewards.score import RewardError, Score, reward_metrics
 from rally.rewards.score_inputs import solution_text
 from rally.rewards.shaping import Overlong, Shaping, outcome
@@ -15,7 +15,7 @@ __all__ = [
     "Score",
     "Scorer",
     "Shaping",
-    "check_source",
+    "check_truth",
     "compute_score",
     "load_reward_function",
     "outcome",

@@ -127,9 +127,9 @@ def built_in_score(
     return route(_BUILT_IN, kw, data_source, solution_str, ground_truth, extra_info)
 
 
-def check_source(data_source: str) -> None:
-    """Raise RewardError if no function of this file scores that source."""
-    find(_BUILT_IN, data_source)
+def check_truth(data_source: str, ground_truth: Any) -> None:
+    """Raise RewardError if no function of this file scores that source, or if no answer can equal the ground truth."""
+    built_in_score(data_source, "", ground_truth)
 
 
 def may_hang(kwargs: Mapping[str, Any]) -> bool:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from rally.algos.distillation import FULL
 from rally.config import Config
 from rally.config.actor import ActorConfig, FsdpConfig, OptimConfig
 from rally.config.checks.multi_gpu import sends_images
@@ -29,7 +30,13 @@ from rally.models.vision import image_parts_of
 from rally.models.vision_loading import auto_class, freeze_tower, freeze_unused
 from rally.models.vision_memory import vision_shape
 from rally.runs.build.models import lora_of
-from rally.runs.build.update_settings import critic_limits, critic_recompute_of, reward_kl_coef, update_limits
+from rally.runs.build.update_settings import (
+    critic_limits,
+    critic_recompute_of,
+    distillation_settings_of,
+    reward_kl_coef,
+    update_limits,
+)
 from rally.train import adamw8bit
 from rally.train.offload import OffloadSettings
 
@@ -212,20 +219,35 @@ def has_reference(config: Config) -> bool:
     return bool(wanted) and lora_of(config.model, 0) is None
 
 
-def teacher_bytes(config: Config, width: int) -> list[int]:
-    """The weights of each teacher that is loaded in process; `width` is that of the policy's parameters. GGUF files,
-    whose configuration is slow to read, are left out."""
+class LoadedModel(NamedTuple):
+    """A model that a run loads, and the bytes of each of its parameters."""
+
+    path: str
+    model_config: PreTrainedConfig
+    parameters: int
+    width: int
+
+
+def teachers_of(config: Config, width: int, *, counted: bool = True) -> list[LoadedModel]:
+    """Each teacher that is loaded in process; `width` is that of the policy's parameters. To count parameters takes
+    time; without, there are none."""
     if not config.distillation.enabled:
         return []
-    trust, sizes = config.model.trust_remote_code, []
+    trust, found = config.model.trust_remote_code, []
     for name, teacher in config.distillation.teachers.items():
         path, dtype = str(teacher.model_path), teacher.inference.get("dtype") or config.model.dtype
-        if teacher.server.url is None and not path.endswith(".gguf"):
+        if teacher.server.url is None:
             option = f"distillation.teacher_models.{name}.model_path"
             stored = load_model_config(path, trust_remote_code=trust, option=option)
             own = width if dtype == "auto" else getattr(torch, dtype).itemsize
-            sizes.append(own * size_from(stored, trust=trust).parameters)
-    return sizes
+            parameters = size_from(stored, trust=trust).parameters if counted else 0
+            found.append(LoadedModel(path, stored, parameters, own))
+    return found
+
+
+def teacher_bytes(config: Config, width: int) -> list[int]:
+    """The weights of each teacher that is loaded in process; `width` is that of the policy's parameters."""
+    return [teacher.width * teacher.parameters for teacher in teachers_of(config, width)]
 
 
 def _teachers_bytes(config: Config, width: int) -> int:
@@ -352,23 +374,56 @@ def _critic_costs(
 
 
 def activation_bytes(config: Config, model_config: PreTrainedConfig, width: int) -> int:
-    """What a micro-batch of the policy keeps for its backward pass. For a vision model that is shown images, prompts
-    are assumed to be images."""
-    history, tokens = config.prompt_length + config.response_length, packed_tokens(config)
-    together = tokens * config.actor.sequence_parallel_size  # every rank of a group runs the tower for all its images
-    seen = _images(config, model_config, together * config.prompt_length // history, width)
+    """What a micro-batch of the policy keeps for its backward pass, or a teacher holds while it is asked before. For
+    models that are shown images, prompts are assumed to be images."""
+    tokens, seen = packed_tokens(config), _image_tokens(config, packed_tokens(config))
+    trained = not (config.actor.freeze_vision_tower or _only_text_adapters(config))
+    images = _images(config, model_config, seen, width, config.model, trained=trained)
     text, again = model_config.get_text_config(), config.model.recompute_num_layers
-    logits = 2 * 4 * min(MAX_LOGITS["accelerator" if width < 4 else "cpu"], tokens * text.vocab_size)
-    return max(_kept_activations(config.model, again, text, tokens, width, logits) + seen.kept, seen.passing)
+    distilled = distillation_settings_of(config)
+    chunk = 4 * min(_most_logits(width), tokens * text.vocab_size)
+    logits = (2 + (distilled.chunks if distilled else 0)) * chunk
+    teachers = teachers_of(config, width, counted=False)
+    if distilled and distilled.mode in FULL:  # they are asked for logits chunk by chunk, beside the policy's
+        held = [tokens * one.model_config.get_text_config().hidden_size * one.width for one in teachers]
+        logits += max(held, default=0)
+    own = max(_kept_activations(config.model, again, text, tokens, width, logits) + images.kept, images.passing)
+    return max([own, *(_asked_bytes(config, teacher, tokens, seen) for teacher in teachers)])
+
+
+def _asked_bytes(config: Config, teacher: LoadedModel, tokens: int, seen: int) -> int:
+    """What a teacher holds in its forward pass: the MLP of one layer, or its vision tower, or a chunk of logits."""
+    text, width = teacher.model_config.get_text_config(), teacher.width
+    images = _images(config, teacher.model_config, seen, width, config.model, trained=False)
+    layer = tokens * (3 * mlp_size(text) + 4 * text.hidden_size) * width
+    logits = 2 * 4 * min(_most_logits(width), tokens * text.vocab_size) + tokens * text.hidden_size * width
+    return int(max(images.passing, images.kept + max(layer, logits)))
+
+
+def _most_logits(width: int) -> int:
+    return MAX_LOGITS["accelerator" if width < 4 else "cpu"]
+
+
+def _image_tokens(config: Config, tokens: int) -> int:
+    """Every rank of a group that divides a micro-batch runs the tower for all its images."""
+    together = tokens * config.actor.sequence_parallel_size
+    return together * config.prompt_length // (config.prompt_length + config.response_length)
+
+
+def _only_text_adapters(config: Config) -> bool:
+    lora = lora_of(config.model, 0)
+    return lora is not None and lora.targets == LoraSettings.targets
 
 
 def critic_activation_bytes(config: Config, model_config: PreTrainedConfig, policy: ParameterCounts, width: int) -> int:
-    """The same for the critic, which is updated at another time and has no logits. Images are not counted."""
+    """The same for the critic, which is updated at another time, has no logits and trains its vision tower."""
     if not config.needs_critic:
         return 0
-    text = described_critic(config, model_config, policy).model_config.get_text_config()
+    described = described_critic(config, model_config, policy).model_config
     tokens, again = packed_tokens(config, critic=True), critic_recompute_of(config)
-    return _kept_activations(config.critic.model, again, text, tokens, width, 0)
+    images = _images(config, described, _image_tokens(config, tokens), width, config.critic.model, trained=True)
+    text = described.get_text_config()
+    return _kept_activations(config.critic.model, again, text, tokens, width, 0) + images.kept
 
 
 def _kept_activations(
@@ -418,16 +473,17 @@ def recomputed_layers(model: ModelConfig, count: int | None, layers: int) -> int
     return layers if count is None else min(count, layers)
 
 
-def _images(config: Config, model_config: PreTrainedConfig, tokens: int, width: int) -> Images:
+def _images(
+    config: Config, model_config: PreTrainedConfig, tokens: int, width: int, model: ModelConfig, *, trained: bool
+) -> Images:
     """The bytes of `tokens` image tokens. If the vision tower is not trained, only their features are kept."""
     tower = vision_shape(model_config)
     if tower is None or not sends_images(config):
         return Images(0, 0)
-    lora, features = lora_of(config.model, 0), tokens * tower.features * width
-    patches = tokens * tower.patches * width
-    if config.actor.freeze_vision_tower or (lora is not None and lora.targets == LoraSettings.targets):
+    features, patches = tokens * tower.features * width, tokens * tower.patches * width
+    if not trained:
         return Images(features, features + patches * tower.forward_size())
-    learned = tower.training_size(checkpointing=config.model.enable_gradient_checkpointing)
+    learned = tower.training_size(checkpointing=model.enable_gradient_checkpointing)
     return Images(features + patches * learned, 0)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from transformers import PreTrainedConfig
 
 from rally.config import Config
@@ -18,6 +19,7 @@ from rally.runs.build.models import lora_of
 from rally.runs.build.update_settings import critic_offload_of, critic_recompute_of, policy_offload_of
 from rally.runs.cost_estimate import (
     MARGIN,
+    LoadedModel,
     MemoryCost,
     ParameterCounts,
     described_critic,
@@ -30,11 +32,13 @@ from rally.runs.cost_estimate import (
     shown_bytes,
     state_bytes,
     teacher_bytes,
+    teachers_of,
 )
 
 STATES, ACTIVATIONS = "what training keeps there", "activations of the update"
 COPY = "the copy of a checkpoint"
 SENT = "the copy that is broadcast to servers"
+LOADED = "models while they are loaded"
 
 
 def host_costs(config: Config, model_config: PreTrainedConfig, size: ParameterCounts, width: int) -> list[MemoryCost]:
@@ -60,7 +64,42 @@ def host_costs(config: Config, model_config: PreTrainedConfig, size: ParameterCo
     costs = [MemoryCost(STATES, kept), MemoryCost(ACTIVATIONS, activations), MemoryCost(COPY, copied)]
     if config.rollout.checkpoint_engine.backend == BROADCAST:
         costs.append(MemoryCost(SENT, width * size.parameters))
+    loading = _loading(config, model_config, size, width)
+    if loading > sum(cost.bytes for cost in costs):  # which come later, when each rank has only its own part
+        return [MemoryCost(LOADED, loading)]
     return [cost for cost in costs if cost.bytes]
+
+
+def _loading(config: Config, model_config: PreTrainedConfig, size: ParameterCounts, width: int) -> int:
+    """The most that the ranks of a node hold while models are loaded, one after the other: each rank has all of a model
+    before it is divided, and the weights of those before may rest there."""
+    path, ranks, reference = str(config.model.path), config.trainer.world_size, config.actor_rollout_ref.ref.fsdp_config
+    rests = policy_offload_of(config).params or gathers(config.actor.fsdp_config, ranks)
+    models = [(LoadedModel(path, model_config, size.parameters, width), rests)]
+    if has_reference(config):
+        models.append((models[0][0], reference.param_offload or gathers(reference, ranks)))
+    if config.needs_critic:
+        critic, rests = described_critic(config, model_config, size), critic_offload_of(config).params
+        whole = LoadedModel(str(config.critic.model.path or path), critic.model_config, critic.size.parameters, width)
+        models.append((whole, rests or gathers(config.critic.fsdp_config, ranks)))
+    models += [(teacher, config.distillation.param_offload) for teacher in teachers_of(config, width)]
+    most = resting = 0
+    for model, rests in models:
+        most = max(most, resting + _while_loaded(config, model))
+        resting += _of_a_node(model.width * model.parameters, config) if rests else 0
+    return most
+
+
+def _while_loaded(config: Config, model: LoadedModel) -> int:
+    """What the ranks of a node hold of a model while they load it. Safetensors are mapped: one rank that takes the
+    dtype of the file copies them to its device from there, several copy them first. GGUF is dequantised as float32."""
+    ranks, stored = config.trainer.world_size, getattr(model.model_config, "dtype", None)
+    half = torch.float16 if config.model.dtype == "float16" else torch.bfloat16
+    if model.path.endswith(".gguf"):
+        each = 4 + model.width
+    else:
+        each = 0 if ranks == 1 and stored == (half if model.width == 2 else torch.float32) else model.width
+    return each * model.parameters * (ranks // config.trainer.nnodes)
 
 
 def _of_a_node(size: int, config: Config, *, once: bool = False) -> int:
@@ -134,6 +173,11 @@ def host_memory_problem(
         "set model.lora_rank" if lora_of(config.model, 0) is None else "",
         "use a machine with more main memory",
     ]
+    if LOADED in costs:
+        fewer = "lower trainer.n_gpus_per_node, because each rank loads a whole model before it is divided"
+        converted = "convert the GGUF file to safetensors"
+        advice = [fewer if config.trainer.world_size > config.trainer.nnodes else "", advice[-1]]
+        advice.insert(0, converted if str(config.model.path).endswith(".gguf") else "")
     return (
         f"the run needs about {shown_bytes(needed)} of main memory and {shown_bytes(free)} are free ({items}); "
         f"{', or '.join(one for one in advice if one)}"

@@ -11,8 +11,8 @@ from rally.chat import ChatCodec
 from rally.config import Config
 from rally.data import DataError, TaskSet
 from rally.interactions import Interactions
-from rally.loops import find_loop, load_loop_config
-from rally.rewards import check_source
+from rally.loops import LoopSpec, find_loop, load_loop_config
+from rally.rewards import check_truth
 from rally.tools import ToolBox
 from rally.track import RunConsole
 from rally.types import RallyError, Task
@@ -71,28 +71,34 @@ class RowError(RallyError):
 
 
 def check_rows(config: Config, tasks: TaskSet, interactions: Interactions, toolbox: ToolBox) -> set[str]:
-    """Raise if a row names a user, loop or tool that does not exist, or a data source that no reward function
-    scores. Returns the names of the loops that the rows ask for."""
+    """Raise if a row names a user, loop or tool that does not exist, a data source that no reward function scores or a
+    ground truth that no answer can equal, or if its loop refuses it. Returns the names of the loops that the rows ask
+    for."""
     rollout = config.rollout
     path, overridden = rollout.agent.agent_loop_config_path, rollout.agent_loop_class is not None
     loops = load_loop_config(path) if path else {}
     by_functions = config.reward_function.path is None and not overridden and not config.uses_classifier
-    seen: set[tuple[object, ...]] = set()
+    default = config.agent_loop_name
+    specs: dict[str, LoopSpec] = {default: find_loop(default, loops)} if overridden else {}
+    asked: set[str] = set()
+    selections: set[tuple[str, ...] | None] = set()
     for task in tasks:
         interactions.find(task)
-        loop = task.agent_name or config.agent_loop_name
+        named = task.agent_name or default
+        asked.add(named)
+        loop = default if overridden else named
         selection = _selection(task)
-        asked = (loop, task.data_source, selection)
-        if asked in seen:
-            continue
-        seen.add(asked)
         with _naming(task):
-            toolbox.schemas(selection)
-            if not overridden:
-                find_loop(loop, loops)
+            if selection not in selections:
+                toolbox.schemas(selection)
+                selections.add(selection)
+            if loop not in specs:
+                specs[loop] = find_loop(loop, loops)
             if by_functions and loop in SCORED_BY_FUNCTIONS and loop not in loops:
-                check_source(task.data_source)
-    return {str(loop) for loop, *_ in seen}
+                check_truth(task.data_source, task.ground_truth)
+            own_options = rollout.agent_loop_config.model_extra or {} if loop == default else {}
+            specs[loop].cls.check_row(task.row, {**specs[loop].options, **own_options})
+    return asked
 
 
 def _selection(task: Task) -> tuple[str, ...] | None:

@@ -31,7 +31,9 @@ from rally.runs.build.run_inputs import RunError, RunOutcome, check_ranks
 from rally.runs.build.tracking import sinks_of
 from rally.runs.build.trainer import resume_point, rewind
 from rally.runs.build.update_settings import gradient_limits_of, offload_settings, optimizer_settings
+from rally.runs.cost_estimate import shown_bytes
 from rally.runs.row_checks import warn_of_repeats
+from rally.runs.sft_memory import sft_memory, sft_memory_problem
 from rally.sft.template_check import check_conversations, print_report
 from rally.sft.training import SftError, SftSettings, encode_row, sft_batches, sft_loss, sft_step
 from rally.track import RunConsole, RunFolder, Sinks, sole_writer
@@ -105,6 +107,8 @@ def _sft(
     start = resume_point(config.trainer, store)
     if start and start.step >= steps:
         raise RunError(f"{start.path} is already at step {start.step} of {steps}; raise trainer.total_training_steps")
+    if problem := sft_memory_problem(config, train.rows):
+        raise RunError(problem)
     ranks.start(RunPlan(config, start.path if start else None, steps))
     policy = sft_policy_of(config, start, steps, ranks)
     if unadapted := unadapted_experts(policy.model):
@@ -183,6 +187,10 @@ def show(config: SftConfig, console: RunConsole) -> None:
             ["longest", f"{max(len(r.ids) for r in rows)} tokens of data.max_length={config.data.max_length}"],
         ],
     )
+    plan = sft_memory(config, rows)
+    costs = [[cost.what, shown_bytes(cost.bytes)] for cost in plan.on_device()]
+    beside = [[f"main memory: {cost.what}", shown_bytes(cost.bytes)] for cost in plan.in_main_memory()]
+    console.table("memory plan", [*costs, *beside, ["device", str(pick_device(config.trainer.device))]])
     console.note("dry run: nothing was trained")
 
 

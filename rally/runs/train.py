@@ -69,7 +69,7 @@ def _check_memory(config: Config) -> None:
     """RunError, before any weight is loaded, if an update cannot fit on this GPU, or what it keeps beside into main
     memory."""
     device, path = pick_device(config.trainer.device), str(config.model.path)
-    if not on_accelerator(device) or path.endswith(".gguf"):  # the configuration of which is slow to read
+    if not on_accelerator(device):
         return
     model, trust = config.model, config.model.trust_remote_code
     described = load_model_config(path, trust_remote_code=trust, overrides=dict(model.override_config))

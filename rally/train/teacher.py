@@ -202,11 +202,8 @@ class Teachers:
 
     @property
     def chunks(self) -> int:
-        """How often the divergence holds a chunk of the policy's logits in float32, in both passes. Measured."""
-        mode = self.settings.mode
-        if mode in FULL:
-            return 8 if mode == "jsd_full" else 5
-        return int(mode == TOPK)
+        """How often the divergence holds a chunk of the policy's logits in float32."""
+        return self.settings.chunks
 
     @contextmanager
     def resting(self) -> Iterator[None]:

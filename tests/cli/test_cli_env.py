@@ -1,5 +1,6 @@
 """`rally env list`, `rally env make`, and `rally env try`: one episode by hand and with a model."""
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -90,3 +91,44 @@ def test_an_adapter_is_installed_into_an_environment_of_its_own(
     assert not (tmp_path / "made").exists(), "a part would be taken for the whole"
     with pytest.raises(EnvError, match="knows bfcl, not 'tau2'"):
         CliRunner().invoke(app, ["env", "make", "tau2", "--out", str(tmp_path / "other")], catch_exceptions=False)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    tokenizer = tiny_tokenizer()
+    small_model(tokenizer, 0).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["riddle_env.ADD"], "riddle_env has no class ADD that is a rally.envs.Environment; correct NAME"),
+        ([""], "NAME is empty; `rally env list` lists the environments"),
+        (["riddle_env.Riddle", "--args", "blue"], "--args blue is not of the form key=value, such as"),
+        (["riddle_env.Riddle", "--args", "answer={"], "the value of --args 'answer={' cannot be read"),
+        (["riddle_env.Riddle", "--args", "colour=red"], "argument 'colour'; correct --args"),
+        (["riddle_env.Riddle", "--python", "/no/python"], "--python=/no/python is no program"),
+        (
+            ["riddle_env.Riddle", "--model", "/no/model"],
+            "/no/model does not exist; give a folder, a hub name that can be reached, or a .gguf file as --model",
+        ),
+        (["riddle_env.Riddle", "--model", ""], "--model is empty"),
+        (["riddle_env.Riddle", "--model", "model", "--tokens", "2048"], "--tokens=2048 leaves no room for a prompt"),
+        (
+            ["riddle_env.Riddle", "--model", "model", "--tokens", "2040"],
+            "the first prompt has more than the 8 tokens that --tokens=2040 leaves for it; lower --tokens",
+        ),
+    ],
+)
+def test_messages_name_the_options_and_no_keys(words: list[str], sentence: str, model: str) -> None:
+    said = str(CliRunner().invoke(app, ["env", "try", *words]).exception)
+    assert sentence in said
+    assert not re.search(r"\b(env|data|trainer|rollout|model|actor_rollout_ref)\.[a-z]", said), said
+
+
+def test_a_short_response_leaves_room_for_the_prompt(model: str) -> None:
+    played = CliRunner().invoke(app, ["env", "try", "riddle_env.Riddle", "--model", model, "--tokens", "2"])
+    assert played.exit_code == 0, played.output
+    assert "end: length" in played.output

@@ -1,8 +1,10 @@
 """Every key of verl is known; each one is supported and described, fixed with a reason, or an error that says why."""
 
 import functools
+import re
 import string
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from rally.config import Config, ConfigError, SftConfig, load_config
+from rally.config import Config, ConfigError, SftConfig, load_config, load_sft_config
 from rally.config.base import Only, Root, Section, look_up
 from rally.config.checks.unsupported import SFT_UNSUPPORTED, UNSUPPORTED, Unsupported, unsupported_values
 from rally.config.verl_key_tables import HINTS, MOVES, OFF, SFT_HINTS, hint_for
@@ -297,6 +299,7 @@ def test_values_equal_to_the_default_behaviour_load(line: str) -> None:
         (f"{A}.optim.betas=[0.9, 2]", f"{A}.optim.betas[1] is 2 (a whole number); it must be at most 1."),
         (f"{A}.optim.betas=[0.9]", f"{A}.optim.betas[1] is missing from [0.9]; the list must be longer."),
         ("trainer=5", "trainer is 5 (a whole number); it must be a section with keys of its own."),
+        ("data=[1, {}]", "data is [1, {}] (a list); it must be a section with keys of its own."),
         ("data.prompt_key={a: b}", 'data.prompt_key is {"a": "b"} (a mapping); it must be text.'),
         (
             "data.truncation=up",
@@ -307,6 +310,56 @@ def test_values_equal_to_the_default_behaviour_load(line: str) -> None:
 )
 def test_error_messages(line: str, sentence: str) -> None:
     assert error_text(line) == sentence
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "meant"),
+    [
+        (f"{M}=foo", "text", f"{M}.path=foo"),
+        ("actor_rollout_ref=foo", "text", f"{M}.path=foo"),
+        ("model=foo", "text", f"{M}.path=foo"),
+        ("rollout=vllm", "text", f"{R}.name=vllm"),
+        (f"{R}=vllm", "text", f"{R}.name=vllm"),
+        (f"{R}.multi_turn=5", "a whole number", f"{R}.multi_turn.max_assistant_turns=5"),
+        (f"{R}.agent=tool_agent", "text", f"{R}.agent.default_agent_loop=tool_agent"),
+        (f"{A}.optim=0.5", "a number", f"{A}.optim.lr=0.5"),
+        ("data=[a.jsonl]", "a list", 'data.train_files=["a.jsonl"]'),
+        ("algorithm=grpo", "text", "algorithm.adv_estimator=grpo"),
+        ("critic=foo", "text", "critic.model.path=foo"),
+        ("reward_model=foo", "text", "reward_model.model.path=foo"),
+        ("reward.reward_model=foo", "text", "reward_model.model.path=foo"),
+        ("custom_reward_function=foo.py", "text", "custom_reward_function.path=foo.py"),
+    ],
+)
+def test_a_value_for_a_section_names_the_key_that_was_meant(line: str, kind: str, meant: str) -> None:
+    key, _, value = line.partition("=")
+    value = meant.partition("=")[2] if kind == "a list" else value
+    sentence = f"{key} is {value} ({kind}); it must be a section with keys of its own; did you mean {meant}?"
+    assert error_text(line) == sentence
+    section = f"{key}.a={{}}"
+    for lines in ((line, section), (section, line)):  # neither replaces the other without a word
+        assert sentence in error_text(*lines).splitlines()
+
+
+@pytest.mark.parametrize("section", [*Config.sections()])
+def test_no_section_takes_a_value(section: str) -> None:
+    assert f"{section} is foo (text); it must be a section with keys of its own" in error_text(f"{section}=foo")
+
+
+@pytest.mark.parametrize("section", [*SftConfig.sections()])
+def test_no_section_of_sft_takes_a_value(section: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(section)} is foo .text.; it must be a section"):
+        load_sft_config(overrides=[f"{section}=foo"])
+
+
+def test_a_value_for_a_section_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("actor_rollout_ref:\n  model: foo\n")
+    with pytest.raises(ConfigError, match=f"; did you mean {M}.path=foo"):
+        load_config(file, [f"{M}.path=bar"])
+    file.write_text("actor_rollout_ref:\n  model: ${data.train_files}\ndata:\n  train_files: foo\n")
+    with pytest.raises(ConfigError, match=f"; did you mean {M}.path=foo"):
+        load_config(file)
 
 
 def test_all_mistakes_are_reported_at_once_one_line_each() -> None:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from rally.engines import EngineError
 from rally.engines.embedded import EngineCore, EngineSettings
 from rally.engines.embedded.radix_cache import token_bytes
+from rally.engines.embedded.settings import OptionNames
 from rally.types import SamplingParams
 
 TOLERANCE = 1e-5
@@ -231,8 +232,11 @@ def test_impossible_requests_are_refused_in_words(model, prompt_len, max_tokens,
 
 def test_a_request_larger_than_the_pool_is_refused(model):
     core = EngineCore(model, EngineSettings(max_model_len=512), num_pages=4)
-    with pytest.raises(EngineError, match="can never fit"):
+    with pytest.raises(EngineError, match=r"can never fit .*\(rollout.gpu_memory_utilization\)"):
         core.add([1] * 60, SamplingParams(max_tokens=60))
+    served = EngineCore(model, EngineSettings(option_names=OptionNames(memory="--memory")), num_pages=4)
+    with pytest.raises(EngineError, match=r"can never fit .*\(--memory\)"):
+        served.add([1] * 60, SamplingParams(max_tokens=60))
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

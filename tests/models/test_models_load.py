@@ -5,17 +5,15 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-import gguf
 import pytest
 import torch
+from small_gguf import write_gguf
 from small_models import make_model
-from tokenizers.pre_tokenizers import ByteLevel
 from train_cases import Paper, run_config, write_model
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
-    PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -48,36 +46,6 @@ def test_the_tokenizer_file_beats_the_class_that_the_model_family_suggests(tmp_p
     expected = tokenizer(text)["input_ids"]
     assert load_tokenizer(str(tmp_path))(text)["input_ids"] == expected
     assert AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"] != expected, "the trap is gone; drop the check"
-
-
-def write_gguf(model: PreTrainedModel, file: Path) -> None:
-    """A Qwen2 as llama.cpp's converter writes it, with a token for each byte, one merge, and two ends."""
-    config, writer = model.config, gguf.GGUFWriter(str(file), "qwen2")
-    writer.add_name("tiny")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    tokens = [*sorted(ByteLevel.alphabet()), "ab", "<|endoftext|>", "<|im_end|>"]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("qwen2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([1] * 257 + [3, 3])
-    writer.add_token_merges(["a b"])
-    writer.add_bos_token_id(257)
-    writer.add_eos_token_id(258)
-    writer.add_chat_template("{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '<|im_end|>' }}{% endfor %}")
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, config.num_hidden_layers)
-    for name, weight in model.state_dict().items():
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), weight.numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 def test_a_gguf_file_has_the_model_and_the_tokenizer(tmp_path):
@@ -117,10 +85,16 @@ def test_a_real_gguf_model_loads_answers_and_saves(tmp_path):
         assert torch.equal(model(ids).logits, again(ids).logits)
 
 
-@pytest.mark.parametrize("path", ["/nowhere/at/all", "no-such-owner/no-such-model"])
-def test_a_model_that_cannot_be_had_is_one_sentence(path):
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("/nowhere/at/all", "/nowhere/at/all does not exist; give a folder, .* as model.path"),
+        ("no-such-owner/no-such-model", "cannot be loaded"),
+    ],
+)
+def test_a_model_that_cannot_be_had_is_one_sentence(path, words):
     for load in (load_model, load_tokenizer):
-        with pytest.raises(LoadError, match="cannot be loaded") as caught:
+        with pytest.raises(LoadError, match=words) as caught:
             load(path)
         assert "\n" not in str(caught.value)
 

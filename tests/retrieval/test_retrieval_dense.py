@@ -169,5 +169,5 @@ def test_vectors_that_do_not_fit_are_told(tmp_path: Path) -> None:
     ):
         with pytest.raises(RetrievalError, match=words):
             build_index(corpus, tmp_path / "out", IndexSpec(kind="dense", encoder=str(model), ready=tmp_path / name))
-    with pytest.raises(RetrievalError, match="so faiss has no effect"):
+    with pytest.raises(RetrievalError, match="so --faiss has no effect"):
         IndexSpec(ready=tmp_path / "few")

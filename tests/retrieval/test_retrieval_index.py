@@ -153,9 +153,9 @@ def test_the_command_builds_from_gzip_and_says_what_it_wrote(tmp_path: Path) -> 
     ("options", "sentence"),
     [
         ({"kind": "dense"}, "a dense index needs --encoder"),
-        ({"encoder": "x"}, "a bm25 index has no vectors, so encoder has no effect"),
-        ({"recipe": {"pooling": "cls", "max_length": None}}, "so pooling has no effect"),
-        ({"vectors": "hnsw"}, "so vectors has no effect"),
+        ({"encoder": "x"}, "a bm25 index has no vectors, so --encoder has no effect"),
+        ({"recipe": {"pooling": "cls", "max_length": None}}, "so --pooling has no effect"),
+        ({"vectors": "hnsw"}, "so --vectors has no effect"),
     ],
 )
 def test_options_that_do_nothing_are_refused(options: dict[str, Any], sentence: str) -> None:

@@ -14,7 +14,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from rally.config import Config, load_config
 from rally.models import attention
 from rally.models.lora import LoraSettings
-from rally.runs.build.update_settings import policy_offload_of
+from rally.runs.build.update_settings import distillation_settings_of, policy_offload_of
 from rally.runs.cost_estimate import (
     Hardware,
     activation_bytes,
@@ -30,6 +30,8 @@ from rally.train import offload as offloading
 from rally.train.batch import TrainBatch
 from rally.train.packing import Row
 from rally.train.policy import OptimizerSettings, Policy
+from rally.train.reference import FrozenModel
+from rally.train.teacher import Teachers
 from rally.train.update import UpdateSettings, update_policy
 
 A, M, R = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
@@ -295,7 +297,7 @@ SMALL = Qwen2Config(
 )
 
 
-def counted_peak(config: Config, tokens: int, monkeypatch: pytest.MonkeyPatch) -> int:
+def counted_peak(config: Config, tokens: int, monkeypatch: pytest.MonkeyPatch, teacher: Any = None) -> int:
     """The most bytes that two updates held at once, without what was in main memory."""
     offload = replace(policy_offload_of(config), min_activation_bytes=2**16)
     batch = TrainBatch(
@@ -327,10 +329,44 @@ def counted_peak(config: Config, tokens: int, monkeypatch: pytest.MonkeyPatch) -
             recompute=config.model.recompute_num_layers,
             offload=offload,
         )
+        settings, teachers = UpdateSettings(mini_batch_groups=tokens // 256), None
+        if (distilled := distillation_settings_of(config)) is not None:
+            frozen = Qwen2ForCausalLM(teacher)
+            for parameter in frozen.parameters():
+                live.add(parameter)
+            attention.install(frozen)
+            teachers = Teachers({"all": FrozenModel(frozen)}, distilled, vocabulary=512)
+            settings = replace(settings, distillation=distilled)
         live.peak = live.now
         for step in range(2):
-            update_policy(policy, batch, UpdateSettings(mini_batch_groups=tokens // 256), step=step)
+            update_policy(policy, batch, settings, step=step, teachers=teachers)
         return live.peak
+
+
+@pytest.mark.parametrize(
+    ("mode", "wide", "checkpointing"),
+    [
+        ("k3", 1, True),
+        ("forward_kl_topk", 1, False),
+        ("forward_kl_full", 1, True),
+        ("reverse_kl_full", 2, False),
+        ("jsd_full", 1, True),
+        ("k3", 8, True),
+    ],
+)
+def test_the_plan_knows_what_a_divergence_holds(
+    mode: str, wide: int, checkpointing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A teacher that is eight times as wide holds more in its forward pass than the policy in its backward pass."""
+    teacher = Qwen2Config(**{**SMALL.to_dict(), "hidden_size": 128 * wide, "intermediate_size": 512 * wide})
+    teacher.save_pretrained(tmp_path)
+    sizes = ("data.max_prompt_length=1", "data.max_response_length=256", "data.train_batch_size=8")
+    limits = (f"{A}.ppo_max_token_len_per_gpu=2056", f"{A}.ppo_mini_batch_size=8")
+    keys = [f"{M}.enable_gradient_checkpointing={checkpointing}", "distillation.enabled=true"]
+    keys += [f"distillation.teacher_models.teacher_model.model_path={tmp_path}"]
+    config = config_of(*sizes, *limits, *keys, f"distillation.distillation_loss.loss_mode={mode}")
+    planned = sum(one.bytes for one in training_costs(config, SMALL, size_from(SMALL), 4))
+    assert planned == pytest.approx(counted_peak(config, 2048, monkeypatch, teacher), rel=0.1)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import Qwen2Config
 from vision_cases import FAMILIES, make_image, make_patches, make_vision_model, write_vision_model
 
 from rally.config import Config, load_config
@@ -15,7 +16,15 @@ from rally.models.lora import LoraSettings, add_adapters
 from rally.models.vision import FEATURE_CACHE_BYTES, image_features, image_parts_of
 from rally.models.vision_loading import freeze_tower
 from rally.models.vision_memory import vision_shape
-from rally.runs.cost_estimate import activation_bytes, described_critic, size_from, size_of, training_costs
+from rally.runs.cost_estimate import (
+    activation_bytes,
+    critic_activation_bytes,
+    described_critic,
+    packed_tokens,
+    size_from,
+    size_of,
+    training_costs,
+)
 
 A, M = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 
@@ -148,3 +157,24 @@ def test_the_doctor_tells_what_is_trained_of_a_model_that_sees(tmp_path: Path) -
     freeze_tower(model)
     size = size_of(model)
     assert re.search(rf"{size.parameters / 1e6:,.1f} million weights, {size.trained / 1e6:,.1f} million of them", found)
+
+
+def test_a_critic_and_a_teacher_that_see_need_room_for_images(tmp_path: Path) -> None:
+    vision = make_vision_model("qwen2_vl").config
+    vision.save_pretrained(tmp_path)
+    sizes = ("data.max_prompt_length=512", "data.max_response_length=512", "algorithm.adv_estimator=gae")
+    served = ("actor_rollout_ref.rollout.name=vllm",)  # sends no images
+    size, tokens = size_from(vision), packed_tokens(config_of(*sizes), critic=True)
+    seeing, text = (critic_activation_bytes(config_of(*sizes, *keys), vision, size, 4) for keys in ((), served))
+    tower = vision_shape(vision)
+    assert tower is not None
+    learned = tower.features + tower.patches * tower.training_size(checkpointing=True)
+    assert seeing - text == tokens // 2 * learned * 4
+    teacher = "distillation.teacher_models.teacher_model"
+    keys = (*sizes[:2], "distillation.enabled=true", f"{teacher}.model_path={tmp_path}")
+    keys = (*keys, f"{teacher}.inference.dtype=float32")
+    tiny = Qwen2Config(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    own, asked, unseen = (activation_bytes(config_of(*given), tiny, 2) for given in (sizes[:2], keys, (*keys, *served)))
+    passing = tower.features + tower.patches * tower.forward_size()
+    assert asked >= packed_tokens(config_of(*keys)) // 2 * passing * 4 > own
+    assert own <= unseen < asked

@@ -8,9 +8,12 @@ from train_cases import Paper, run_config
 
 from rally.data import load_tasks, write_rows
 from rally.interactions import Interactions
+from rally.recipes.repair import repositories
+from rally.recipes.repair.hidden_tests import check_row
 from rally.runs.build.run_inputs import read_inputs
 from rally.runs.row_checks import RowError, check_rows, warn_of_repeats
 from rally.tools import ToolBox
+from rally.types import RallyError
 
 BUILT_IN_REWARD = "custom_reward_function={path: null}"
 R = "actor_rollout_ref.rollout"
@@ -32,6 +35,14 @@ def odd(home: Path, folder: Path, **fields: object) -> str:
             "row odd:0: extra_info.tool_selection is 'calculator'; make it",
         ),
         ({"extra_info": {"tool_selection": [["a"]]}}, "row odd:0: extra_info.tool_selection is [['a']]; make it"),
+        (
+            {"reward_model": {"ground_truth": "many"}},
+            "row odd:0: the ground_truth of a rally/arithmetic row must be a number, not 'many'; fix the row",
+        ),
+        (
+            {"agent_name": "rally.recipes.triage.loop.TwoRounds"},
+            "row odd:0: the ground_truth of a triage row must hold service and incident_type, not ",
+        ),
         ({"tools": ["calc"]}, "row odd:0: there is no tool 'calc'; the tools are calculator"),
     ],
 )
@@ -44,10 +55,58 @@ def test_rows_whose_episodes_would_all_fail_are_told_before_weights_are_loaded(
     assert str(told.value).startswith(sentence)
 
 
-@pytest.mark.parametrize("more", [[], [BUILT_IN_REWARD, f"{R}.agent_loop_class=my_loop.Own"]])
+@pytest.mark.parametrize("more", [[], [BUILT_IN_REWARD, f"{R}.agent_loop_class=rally.loops.SingleTurnAgentLoop"]])
 def test_a_function_or_a_loop_of_ones_own_may_score_anything(home: Path, tmp_path: Path, more: list[str]) -> None:
     config = run_config(home, tmp_path / "out", odd(home, tmp_path, data_source="my/task"), *more)
     check_rows(config, load_tasks(config.data.train_files), Interactions([]), ToolBox([]))
+
+
+CHECK = """
+def run(row, client): ...
+def check_row(row):
+    assert row["extra_info"]["depth"] > 2
+def check_both(row, client): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("check", "sentence"),
+    [
+        (
+            "rally.recipes.repair.hidden_tests:check_row",
+            "row odd:0: extra_info.files and extra_info.test are not",
+        ),
+        ("rows_agent.py:check_row", "row odd:0: rows_agent.py:check_row raised KeyError: 'depth'"),
+        (
+            "rows_agent.py:check_none",
+            "row odd:0: rows_agent.py has no function check_none; correct agent_loop",
+        ),
+        ("rows_agent.py:check_both", "row odd:0: the function rows_agent.py:check_both must take a row, as in"),
+    ],
+)
+def test_an_agent_refuses_rows_before_weights_are_loaded(
+    check: str, sentence: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows_agent.py").write_text(CHECK, encoding="utf-8")
+    options = [f"{R}.agent_loop_config.{name}" for name in ("agent=rows_agent.py:run", f"check_row={check}")]
+    rows = odd(home, tmp_path, agent_name="black_box")
+    for loop in (f"{R}.agent_loop_class=black_box", f"{R}.agent.default_agent_loop=black_box"):
+        options.append(f"{R}.agent_loop_config.tools=[]")
+        with pytest.raises(RowError) as told:
+            read_inputs(run_config(home, tmp_path / "out", rows, loop, *options), Paper().console)
+        assert str(told.value).startswith(sentence)
+
+
+def test_rows_of_another_version_of_repair_are_told() -> None:
+    (row,) = repositories.train_rows(1)
+    check_row(row)
+    info = row["extra_info"]
+    for name, value in (("test", "assert total([1]) == 1"), ("test", "[1]"), ("files", "{}"), ("files", '{"a": 1}')):
+        with pytest.raises(RallyError, match="make the rows again with: rally data repair"):
+            check_row({**row, "extra_info": {**info, name: value}})
+    with pytest.raises(RallyError, match="make the rows again"):
+        check_row({"prompt": row["prompt"]})
 
 
 def test_a_batch_larger_than_the_data_is_told(paper: Paper) -> None:

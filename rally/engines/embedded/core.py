@@ -135,6 +135,7 @@ class EngineCore:
             patience=PATIENCE if paged else 0,
             eos_ids=frozenset(eos_ids),
             speculation=self.settings.speculation,
+            memory_option=self.settings.option_names.memory,
         )
         self.model, self.store = model, store
         self.runner: StepRunner = (
@@ -158,7 +159,7 @@ class EngineCore:
         if len({router.chosen for router in routers}) != 1:
             raise EngineError(
                 f"{type(model).__name__} has no routers whose choices can be replayed; leave "
-                "rollout.enable_rollout_routing_replay and actor.router_replay.mode out"
+                f"{self.settings.option_names.routes} out"
             )
         return len(routers), routers[0].chosen
 

@@ -108,7 +108,9 @@ class Scheduler:
         patience: int = 0,
         eos_ids: frozenset[int] = frozenset(),
         speculation: NgramSpeculation | None = None,
+        memory_option: str = "rollout.gpu_memory_utilization",
     ) -> None:
+        self.memory_option = memory_option
         self.pool, self.index, self.slots = pool, index, slots
         self.page_size = index.page_size
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -135,7 +137,7 @@ class Scheduler:
             raise EngineError(
                 f"a request of {request.prompt_len} prompt tokens and up to {request.params.max_tokens} new ones can "
                 f"never fit the {self.pool.num_pages * self.page_size} tokens of KV memory; shorten it or give "
-                "the engine more memory (rollout.gpu_memory_utilization)"
+                f"the engine more memory ({self.memory_option})"
             )
         self.waiting.append(request)
 

@@ -18,6 +18,7 @@ class OptionNames:
     """The option that runs attention in plain torch."""
     speculation: str = "rollout.speculative_config"
     quantization: str = "rollout.quantization"
+    routes: str = "rollout.enable_rollout_routing_replay and actor.router_replay.mode"
 
 
 InFlight = Literal["abort", "keep", "recompute"]

@@ -24,6 +24,8 @@ class RepairSizes(NamedTuple):
 
 def write_repair(out: Path, sizes: RepairSizes, seed: int, progress: Progress) -> list[WrittenFile]:
     """Write train.parquet, test.parquet and, unless `sizes.sft` is 0, sft.parquet."""
+    if sizes.sft:
+        import rally.recipes.repair.agent  # noqa: F401 - a missing package is reported before rows are written
     train = list(train_rows(sizes.train, seed))
     written = [
         write_file(out / "train.parquet", progress(train, sizes.train, "train")),

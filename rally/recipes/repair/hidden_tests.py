@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from rally.sandbox.sandbox import Sandbox
 from rally.sandbox.types import Outcome, Program
+from rally.types import RallyError
 
 COMMAND_SECONDS = 20.0
 T = TypeVar("T")
@@ -39,6 +40,22 @@ def sandbox() -> Sandbox:
 def wait_for(work: Coroutine[None, None, T]) -> T:
     """The result of a call of the sandbox, from the thread of an agent."""
     return asyncio.run_coroutine_threadsafe(work, _event_loop()).result()
+
+
+def check_row(row: Mapping[str, Any]) -> None:
+    """RallyError for a row that another version of this recipe wrote, or that was written by hand."""
+    info = row.get("extra_info") or {}
+    try:
+        files, known = (json.loads(info[name]) for name in ("files", "test"))
+        fine = all(isinstance(text, str) for text in files.values()) and isinstance(known["module"], str)
+        fine = fine and bool(files) and all(len(case) == 3 for case in known["cases"])
+    except (KeyError, TypeError, ValueError, AttributeError):
+        fine = False
+    if not fine:
+        raise RallyError(
+            "extra_info.files and extra_info.test are not those that this version of the recipe repair writes; make "
+            "the rows again with: rally data repair"
+        )
 
 
 _CALLS = """

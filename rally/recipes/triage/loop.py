@@ -7,11 +7,13 @@ budget, deadline, tool failures), there is no round 2 and no reward.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from rally.loops import ToolAgentLoop, register
 from rally.recipes.triage.data import LOOP, ROUND_2
-from rally.types import StopReason
+from rally.recipes.triage.reward import KEYS
+from rally.types import RallyError, StopReason
 
 INTO_ROUND_2 = (StopReason.STOP, StopReason.MAX_TURNS, StopReason.MAX_USER_TURNS)
 
@@ -22,6 +24,16 @@ class TwoRounds(ToolAgentLoop):
 
     def __init__(self, question: str = ROUND_2) -> None:
         self.question = question
+
+    @classmethod
+    def check_row(cls, row: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+        model = row.get("reward_model")
+        truth = model.get("ground_truth") if isinstance(model, Mapping) else None
+        if not isinstance(truth, Mapping) or not set(KEYS) <= set(truth):
+            raise RallyError(
+                f"the ground_truth of a triage row must hold {' and '.join(KEYS)}, not {truth!r}; make the rows again "
+                "with: rally data triage"
+            )
 
     async def _converse(self, sampling_params: dict[str, Any]) -> StopReason:
         reason = await super()._converse(sampling_params)

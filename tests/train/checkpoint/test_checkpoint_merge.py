@@ -70,7 +70,9 @@ def test_merged_weights_are_rounded_to_the_dtype_of_the_base(
 
 def test_a_base_that_has_moved_is_named_by_hand(adapted: tuple[Path, torch.Tensor], base: Path, tmp_path: Path) -> None:
     moved = base.rename(tmp_path / "moved")
-    with pytest.raises(MergeError, match=r"the adapters cannot be loaded: .* or a .gguf file as --base"):
+    with pytest.raises(
+        MergeError, match=r"the adapters cannot be loaded: .* does not exist; .* or a .gguf file as --base"
+    ):
         merge(adapted[0])
     folder = merge(adapted[0], base=str(moved)).folder
     assert torch.allclose(logits(AutoModelForCausalLM.from_pretrained(folder)), adapted[1], atol=1e-5)

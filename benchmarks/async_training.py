@@ -141,7 +141,9 @@ def main() -> None:
         last = [one.last for one in runs]
         spread = stdev(last) if len(last) > 1 else 0.0
         rate = mean(one.samples_per_s for one in runs)
-        print(f"{mode:12}: {rate / base:.2f} times the samples/s of {first}; last reward {mean(last):.3f} +- {spread:.3f}")
+        print(
+            f"{mode:12}: {rate / base:.2f} times the samples/s of {first}; last reward {mean(last):.3f} +- {spread:.3f}"
+        )
 
 
 if __name__ == "__main__":

@@ -169,7 +169,8 @@ def measure(name: str, device: torch.device, with_rollout: bool) -> bool:
     parts: dict[str, Callable[[], str]] = {"rollout": partial(rollout, case, config, device)} if with_rollout else {}
     for what, recompute in (("all layers recomputed", EVERY), ("as memory allows", None)):
         parts[f"update, {what}"] = partial(update, case, config, device, recompute, planned)
-    return all([_printed(f"{name}, {what}", part) for what, part in parts.items()])
+    done = [_printed(f"{name}, {what}", part) for what, part in parts.items()]
+    return all(done)
 
 
 def _printed(what: str, part: Callable[[], str]) -> bool:
@@ -194,7 +195,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if device.type == "cpu" and any(not name.startswith("tiny") for name in names):
         parser.error("these shapes need a GPU, and there is none; try --tiny")
     use_expandable_segments(device)  # as a run does
-    if not all([measure(name, device, options.rollout) for name in names]):
+    done = [measure(name, device, options.rollout) for name in names]
+    if not all(done):
         raise SystemExit(1)
 
 

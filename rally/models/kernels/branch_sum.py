@@ -77,7 +77,7 @@ def _branch_sum_kernel(
     left = tl.where(real, left - place, 0).to(tl.int32)
     row = tl.load(order_ptr + place, mask=left > 0, other=0)
     total = tl.zeros((TOKENS, BLOCK), dtype=tl.float32)
-    for done in range(0, tl.max(left, axis=0)):
+    for done in range(tl.max(left, axis=0)):
         source = gathered_ptr + row[:, None] * row_stride + columns[None, :]
         mask = (done < left)[:, None] & inside[None, :]
         # Load the next rows' numbers now, so that their values need not wait for them.

@@ -21,6 +21,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 WORDS = "the river counts seven apples when a train leaves at noon and returns with nine more boxes of tea than it had"
+POLL = 0.5
 MEMORY = (
     "perf/max_memory_allocated_gb",
     "perf/max_memory_reserved_gb",
@@ -151,16 +153,24 @@ def rally_steps(work: Work, python: str) -> Iterator[Step]:
         keys.append(f"custom_reward_function.path={work.folder / 'reward.py'}")
     else:
         keys.append("actor_rollout_ref.rollout.agent_loop_config.tools=[calculator]")
-    ended = _run([python, "-m", "rally.cli", "train", *keys], work.folder / f"rally-{work.task}.log", work.minutes)
+    log = work.folder / f"rally-{work.task}.log"
+    # The checkpoint that follows the last step is tens of gigabytes, and nothing reads it.
+    command = [python, "-m", "rally.cli", "train", *keys]
+    ended = _run(command, log, work.minutes, lambda: any(row["step"] == work.steps for row in _recorded(run)))
     row: dict[str, Any] = {}
-    recorded = run / "metrics.jsonl"
-    for line in recorded.read_text(encoding="utf-8").splitlines() if recorded.exists() else ():
-        row = json.loads(line)
+    for row in _recorded(run):
         if "timing_s/step" in row:
             seconds = (row["timing_s/step"], row["timing_s/gen"], row["timing_s/update_actor"])
             yield Step("Rally", work.task, int(row["step"]), *seconds, row["sampled_tokens/mean"])
     print(json.dumps({"system": "Rally", "task": work.task, "last step": {k: row[k] for k in MEMORY if k in row}}))
     ended.check()
+
+
+def _recorded(run: Path) -> list[dict[str, Any]]:
+    """The metrics of the steps so far."""
+    file = run / "metrics.jsonl"
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def trl_steps(work: Work, python: str) -> Iterator[Step]:
@@ -227,18 +237,22 @@ class Ended(NamedTuple):
             raise SystemFailed(f"{self.problem} with:\n" + "\n".join(self.text.splitlines()[-15:]))
 
 
-def _run(command: list[str], log: Path, minutes: float | None) -> Ended:
-    """Run a process to its end, or end it and what it started. Its output is in a file, too."""
+def _run(command: list[str], log: Path, minutes: float | None, done: Callable[[], bool] = lambda: False) -> Ended:
+    """Run a process to its end, until `done`, or for so many minutes; then it is ended with what it started. Its output
+    is in a file, too."""
+    begun, problem = time.monotonic(), None
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     with log.open("wb") as file:
         process = subprocess.Popen(
             command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
         try:
-            process.wait(None if minutes is None else 60 * minutes)
-            problem = f"failed ({process.returncode}); {log} ends" if process.returncode else None
-        except subprocess.TimeoutExpired:
-            problem = f"was ended after {minutes:g} minutes; {log} ends"
+            while process.poll() is None and problem is None and not done():
+                time.sleep(POLL)
+                if minutes is not None and time.monotonic() - begun > 60 * minutes:
+                    problem = f"was ended after {minutes:g} minutes; {log} ends"
+            if process.returncode:
+                problem = f"failed ({process.returncode}); {log} ends"
         finally:  # after Ctrl-C too, which does not reach a session of its own
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,13 @@ def test_memory_is_printed_beside_the_steps(
     times = {"timing_s/step": 2.0, "timing_s/gen": 0.5, "timing_s/update_actor": 1.5, "sampled_tokens/mean": 16.0}
     row = {"step": 2, **times, "perf/memory_retries": 0, "perf/max_memory_reserved_gb": 97.5}
 
-    def run(command: list[str], log: Path, minutes: float | None) -> Ended:
+    def run(command: list[str], log: Path, minutes: float | None, done: Callable[[], bool]) -> Ended:
+        assert not done()
         (tmp_path / "rally-single").mkdir()
+        (tmp_path / "rally-single" / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+        assert not done()
+        (tmp_path / "rally-single" / "metrics.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row | {"step": 6}))
+        assert not done(), "its line is not whole"
         (tmp_path / "rally-single" / "metrics.jsonl").write_text(json.dumps(row) + "\n")
         return Ended("a traceback", "failed (1); the log ends")
 
@@ -58,6 +63,11 @@ def test_a_process_is_ended_with_what_it_started(tmp_path: Path) -> None:
     failed = grpo_gpu._run([sys.executable, "-c", "print('no'); raise SystemExit(3)"], log, None)
     assert failed.text == "no\n" and "failed (3)" in str(failed.problem)
     assert grpo_gpu._run([sys.executable, "-c", "print('yes')"], log, None) == ("yes\n", None)
+    endless = "import time; print('measured', flush=True); time.sleep(300)"
+    assert grpo_gpu._run([sys.executable, "-c", endless], log, None, lambda: bool(log.read_text())) == (
+        "measured\n",
+        None,
+    )
 
 
 def test_a_system_that_fails_costs_no_other_its_results(

@@ -130,7 +130,7 @@ test-clients: $(VENV)/.installed-dev $(if $(RALLY_CLIENTS),,$(CLIENTS)/.installe
 	@$(BIN)/pip install --disable-pip-version-check --quiet --no-deps --target .triton --requirement tests/triton.txt
 	@touch $@
 
-test-kernels: .triton/.installed  ## the GPU kernels in Triton's interpreter, without a GPU
+test-kernels: .triton/.installed  ## the GPU kernels in Triton's interpreter, and compiled, without a GPU
 	@PYTHONPATH=$(abspath .triton) $(BIN)/python -m pytest --numprocesses=0 tests/models/kernels -k interpreter
 
 $(VENV)/.installed-bench: $(VENV)/.installed-dev

@@ -7,7 +7,7 @@ Trains the demo's model with GRPO on arithmetic. Each call of the calculator tak
 median of 0.6 s. `sync` waits for the slowest episode of a step; `async` samples one batch ahead and lets episodes go on
 across updates; `lag` samples each batch whole, one update ahead. `served`, `separate` and `separate-lag` are these
 three over `--servers` servers of Rally's own (`rally serve engine`), which the run starts. All modes train on the same
-prompts in the same order. Prints one line per run and the ratios of the means.
+prompts in the same order. Prints one line per run and the ratios of the means. A run that fails is named and left out.
 """
 
 from __future__ import annotations
@@ -121,7 +121,11 @@ def main() -> None:
         for mode in args.modes:
             began = time.perf_counter()
             count = [f"actor_rollout_ref.rollout.data_parallel_size={args.servers}"] if SERVERS in MODES[mode] else []
-            one = measure(args.out, models.start, models.data, mode, seed, args.steps, [*count, *args.overrides])
+            try:
+                one = measure(args.out, models.start, models.data, mode, seed, args.steps, [*count, *args.overrides])
+            except Exception as problem:  # noqa: BLE001 - the other runs are measured whatever one raises
+                print(f"{mode:12} seed {seed}: failed: {type(problem).__name__}: {problem}", flush=True)
+                continue
             found[mode].append(one)
             print(
                 f"{mode:12} seed {seed}: {one.samples_per_s:6.1f} samples/s, reward {one.first:.3f} -> {one.last:.3f}, "
@@ -129,12 +133,17 @@ def main() -> None:
                 f"{time.perf_counter() - began:.0f} s",
                 flush=True,
             )
-    base = mean(one.samples_per_s for one in next(iter(found.values())))
+    found = {mode: runs for mode, runs in found.items() if runs}
+    if not found:
+        raise SystemExit("no run was measured")
+    first, base = next((mode, mean(one.samples_per_s for one in runs)) for mode, runs in found.items())
     for mode, runs in found.items():
         last = [one.last for one in runs]
         spread = stdev(last) if len(last) > 1 else 0.0
         rate = mean(one.samples_per_s for one in runs)
-        print(f"{mode:12}: {rate / base:.2f} times the samples/s; last reward {mean(last):.3f} +- {spread:.3f}")
+        print(
+            f"{mode:12}: {rate / base:.2f} times the samples/s of {first}; last reward {mean(last):.3f} +- {spread:.3f}"
+        )
 
 
 if __name__ == "__main__":

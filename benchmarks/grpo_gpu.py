@@ -6,7 +6,8 @@
 step. No token ends an answer early, so every system does the same work. `tools`: the calculator and the rows of --rows
 (a parquet file of `rally data gsm8k`); it needs --model, because random weights call no tool. Each system runs in a
 process of its own, one after the other, and its first step is left out. Prints a line of JSON for each step, with its
-phases, and a table. --tiny tries everything on a small shape, on a CPU too.
+phases, and a table. A system that fails, or is ended after --minutes, is named; its steps until then and those of the
+others count. --tiny tries everything on a small shape, on a CPU too.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ import json
 import os
 import random
 import re
+import signal
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -29,6 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 WORDS = "the river counts seven apples when a train leaves at noon and returns with nine more boxes of tea than it had"
+POLL = 0.5
 MEMORY = (
     "perf/max_memory_allocated_gb",
     "perf/max_memory_reserved_gb",
@@ -58,6 +63,7 @@ class Work:
     steps: int = 6
     on_cpu: bool = False
     rally_keys: tuple[str, ...] = ()
+    minutes: float | None = None
 
     @property
     def episodes(self) -> int:
@@ -147,28 +153,40 @@ def rally_steps(work: Work, python: str) -> Iterator[Step]:
         keys.append(f"custom_reward_function.path={work.folder / 'reward.py'}")
     else:
         keys.append("actor_rollout_ref.rollout.agent_loop_config.tools=[calculator]")
-    _run([python, "-m", "rally.cli", "train", *keys], work.folder / f"rally-{work.task}.log")
+    log = work.folder / f"rally-{work.task}.log"
+    # The checkpoint that follows the last step is tens of gigabytes, and nothing reads it.
+    command = [python, "-m", "rally.cli", "train", *keys]
+    ended = _run(command, log, work.minutes, lambda: any(row["step"] == work.steps for row in _recorded(run)))
     row: dict[str, Any] = {}
-    for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
+    for row in _recorded(run):
         if "timing_s/step" in row:
             seconds = (row["timing_s/step"], row["timing_s/gen"], row["timing_s/update_actor"])
             yield Step("Rally", work.task, int(row["step"]), *seconds, row["sampled_tokens/mean"])
     print(json.dumps({"system": "Rally", "task": work.task, "last step": {k: row[k] for k in MEMORY if k in row}}))
+    ended.check()
+
+
+def _recorded(run: Path) -> list[dict[str, Any]]:
+    """The metrics of the steps so far."""
+    file = run / "metrics.jsonl"
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def trl_steps(work: Work, python: str) -> Iterator[Step]:
     plain = {name: str(value) if isinstance(value, Path) else value for name, value in vars(work).items()}
     command = [python, "-m", "benchmarks.grpo_gpu_trl", json.dumps(plain)]
-    for line in _run(command, work.folder / f"trl-{work.task}.log").splitlines():
+    ended = _run(command, work.folder / f"trl-{work.task}.log", work.minutes)
+    for line in ended.text.splitlines():
         if line.startswith("STEP "):
             yield Step("TRL + vLLM" if not work.on_cpu else "TRL", work.task, *json.loads(line.removeprefix("STEP ")))
+    ended.check()
 
 
 def verl_steps(work: Work, python: str) -> Iterator[Step]:
     """verl with FSDP and colocated vLLM, weights and AdamW in bf16 as its fastest setting."""
     if work.task != "single":
-        raise SystemExit("verl is measured on the task single only; its tool loop needs a tool file of its own")
+        raise SystemFailed("verl is measured on the task single only; its tool loop needs a tool file of its own")
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     keys = [
         *shared_keys(work),
@@ -189,8 +207,8 @@ def verl_steps(work: Work, python: str) -> Iterator[Step]:
         "trainer.logger=[console]",
         f"trainer.default_local_dir={work.folder / 'verl'}",
     ]
-    text = _run([python, "-m", "verl.trainer.main_ppo", *keys], work.folder / "verl-single.log")
-    for line in text.splitlines():
+    ended = _run([python, "-m", "verl.trainer.main_ppo", *keys], work.folder / "verl-single.log", work.minutes)
+    for line in ended.text.splitlines():
         numbers = dict(re.findall(r"(training/global_step|timing_s/\w+|response_length/mean):([0-9.e+-]+)", line))
         if "timing_s/step" in numbers:
             names = ("timing_s/step", "timing_s/gen", "timing_s/update_actor", "response_length/mean")
@@ -198,22 +216,49 @@ def verl_steps(work: Work, python: str) -> Iterator[Step]:
             yield Step(
                 "verl + vLLM", work.task, int(numbers["training/global_step"]), total, rollout_seconds, update, tokens
             )
+    ended.check()
 
 
 SYSTEMS: dict[str, Callable[[Work, str], Iterator[Step]]] = {"rally": rally_steps, "trl": trl_steps, "verl": verl_steps}
 
 
-def _run(command: list[str], log: Path) -> str:
-    """The output of a process, which is also in a file. One that fails ends the benchmark with its last lines."""
+class SystemFailed(Exception):
+    """A system that did not make all steps."""
+
+
+class Ended(NamedTuple):
+    """What a process printed, and how it failed."""
+
+    text: str
+    problem: str | None
+
+    def check(self) -> None:
+        if self.problem is not None:
+            raise SystemFailed(f"{self.problem} with:\n" + "\n".join(self.text.splitlines()[-15:]))
+
+
+def _run(command: list[str], log: Path, minutes: float | None, done: Callable[[], bool] = lambda: False) -> Ended:
+    """Run a process to its end, until `done`, or for so many minutes; then it is ended with what it started. Its output
+    is in a file, too."""
+    begun, problem = time.monotonic(), None
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     with log.open("wb") as file:
-        code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment, check=False).returncode
-    text = log.read_text(encoding="utf-8", errors="replace")
-    if code:
-        raise SystemExit(
-            f"{' '.join(command[:4])} failed ({code}); {log} ends with:\n" + "\n".join(text.splitlines()[-15:])
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
-    return text
+        try:
+            while process.poll() is None and problem is None and not done():
+                time.sleep(POLL)
+                if minutes is not None and time.monotonic() - begun > 60 * minutes:
+                    problem = f"was ended after {minutes:g} minutes; {log} ends"
+            if process.returncode:
+                problem = f"failed ({process.returncode}); {log} ends"
+        finally:  # after Ctrl-C too, which does not reach a session of its own
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    text = log.read_text(encoding="utf-8", errors="replace")
+    return Ended(text, None if problem is None else f"{' '.join(command[:4])} {problem}")
 
 
 MADE = "made_for.json"
@@ -238,11 +283,12 @@ def table(steps: list[Step], work: Work) -> Table:
     medians = {}
     for key in dict.fromkeys((step.task, step.system) for step in steps):
         rows = [step for step in steps if (step.task, step.system) == key and step.number > 1]
-        medians[key] = [statistics.median(column) for column in zip(*(row[3:] for row in rows), strict=True)]
+        if rows:
+            medians[key] = [statistics.median(column) for column in zip(*(row[3:] for row in rows), strict=True)]
     for (task, system), (total, rollout, update, tokens) in medians.items():
-        ratio = total / medians[task, "Rally"][0]
+        rally = medians.get((task, "Rally"))
         cells = (f"{total:.2f}", f"{rollout:.2f}", f"{update:.2f}", f"{work.episodes / total:.1f}", f"{tokens:.0f}")
-        made.add_row(task, system, *cells, "" if system == "Rally" else f"{ratio:.2f}")
+        made.add_row(task, system, *cells, "" if system == "Rally" or rally is None else f"{total / rally[0]:.2f}")
     return made
 
 
@@ -256,6 +302,7 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, help="rows for the task tools")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--minutes", type=float, help="after which a system is ended")
     parser.add_argument("--rally", action="append", default=[], metavar="KEY=VALUE", help="further keys of Rally alone")
     given = parser.parse_args()
     import torch
@@ -272,6 +319,7 @@ def main() -> None:
         (folder / MADE).write_text(json.dumps(made_for), encoding="utf-8")  # last, when all of it is there
     systems = [("rally", sys.executable), *(tuple(peer.split("=", 1)) for peer in given.peer)]
     steps: list[Step] = []
+    failed: list[str] = []
     for task in tasks:
         tools = task == "tools"
         if tools and not (given.model and given.rows):
@@ -287,16 +335,23 @@ def main() -> None:
             steps=given.steps,
             on_cpu=on_cpu,
             rally_keys=tuple(given.rally),
+            minutes=given.minutes,
             **{"response_tokens": tokens, **sizes},
         )
         for name, python in systems:
-            for step in SYSTEMS[name](work, python):
-                print(json.dumps(step._asdict()), flush=True)
-                steps.append(step)
+            try:
+                for step in SYSTEMS[name](work, python):
+                    print(json.dumps(step._asdict()), flush=True)
+                    steps.append(step)
+            except SystemFailed as problem:
+                print(problem, file=sys.stderr, flush=True)
+                failed.append(f"{name} ({task})")
     device = "CPU" if on_cpu else torch.cuda.get_device_name(0)
     Console(width=140).print(
         table(steps, work), f"{device}; torch {torch.__version__}, transformers {version('transformers')}"
     )
+    if failed:
+        raise SystemExit(f"not all steps were made by {', '.join(failed)}")
 
 
 if __name__ == "__main__":

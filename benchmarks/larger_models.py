@@ -4,8 +4,8 @@
 
 Weights are random, in the shapes of Qwen2.5. For each case it plans as `rally train` would, and runs two updates: with
 all layers recomputed, which is what the plan is for, and with as few as the memory left allows. `--rollout` samples the
-same number of tokens before, with the embedded engine. Prints a line for each. `--tiny` tries everything on a small
-shape, on a CPU too, where no peak is measured.
+same number of tokens before, with the embedded engine. Prints a line for each, and one for what fails; the others go
+on. `--tiny` tries everything on a small shape, on a CPU too, where no peak is measured.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ from rally.runs.host_memory import host_memory_problem
 from rally.train.packing import Row
 from rally.train.policy import OptimizerSettings, Policy
 from rally.train.update import UpdateSettings, update_policy
-from rally.types import SamplingParams
+from rally.types import RallyError, SamplingParams
 
 A, M, R = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 
@@ -103,11 +104,16 @@ def rows_of(case: Case) -> list[Row]:
     ]
 
 
-def policy_of(case: Case, config: Config, device: torch.device, recompute: int | None) -> Policy:
+def model_of(case: Case, config: Config, device: torch.device) -> PreTrainedModel:
     model = build(case.model_config(), device)
     if (lora := lora_of(config.model, 0)) is not None:
         add_adapters(model, lora, "nowhere")
     attention.install(model)
+    return model
+
+
+def policy_of(case: Case, config: Config, device: torch.device, recompute: int | None) -> Policy:
+    model = model_of(case, config, device)
     settings = OptimizerSettings(lr=1e-6, moments_8bit=config.actor.optim.optimizer == "AdamW8bit")
     return Policy(model, settings, 10, True, recompute=recompute, offload=policy_offload_of(config))
 
@@ -131,8 +137,7 @@ def update(case: Case, config: Config, device: torch.device, recompute: int | No
 @torch.inference_mode()
 def rollout(case: Case, config: Config, device: torch.device) -> str:
     free_memory()
-    model: PreTrainedModel = policy_of(case, config, device, None).model
-    core = EngineCore(model, engine_settings_of(config))
+    core = EngineCore(model_of(case, config, device).eval(), engine_settings_of(config))
     for repetition in range(2):  # the first one compiles kernels and captures graphs
         requests = [
             core.add([*one.ids[: case.prompt].tolist()], SamplingParams(max_tokens=case.answer, seed=i + repetition))
@@ -149,7 +154,8 @@ def rollout(case: Case, config: Config, device: torch.device) -> str:
     return f"{seconds:.2f} s, {sampled / seconds:,.0f} tokens/s, KV cache for {pages:,} tokens, peak {peak_gb():.1f} GB"
 
 
-def measure(name: str, device: torch.device, with_rollout: bool) -> None:
+def measure(name: str, device: torch.device, with_rollout: bool) -> bool:
+    """Whether all of it was measured, or refused as it should be."""
     case = CASES[name]
     config, model_config = case.config(), case.model_config()
     width = 2 if device.type == "cuda" else 4
@@ -159,11 +165,21 @@ def measure(name: str, device: torch.device, with_rollout: bool) -> None:
     host = host_memory_problem(config, model_config, size, width, free_bytes(torch.device("cpu")))
     if problem := memory_problem(config, model_config, size, width, memory) or host:
         print(f"{name}: refused: {problem}", flush=True)
-        return
-    if with_rollout:
-        print(f"{name}, rollout: {rollout(case, config, device)}", flush=True)
+        return True
+    parts: dict[str, Callable[[], str]] = {"rollout": partial(rollout, case, config, device)} if with_rollout else {}
     for what, recompute in (("all layers recomputed", EVERY), ("as memory allows", None)):
-        print(f"{name}, update, {what}: {update(case, config, device, recompute, planned)}", flush=True)
+        parts[f"update, {what}"] = partial(update, case, config, device, recompute, planned)
+    done = [_printed(f"{name}, {what}", part) for what, part in parts.items()]
+    return all(done)
+
+
+def _printed(what: str, part: Callable[[], str]) -> bool:
+    try:
+        print(f"{what}: {part()}", flush=True)
+    except (RuntimeError, RallyError) as problem:  # torch.OutOfMemoryError is a RuntimeError
+        print(f"{what}: failed: {type(problem).__name__}: {str(problem).partition(chr(10))[0]}", flush=True)
+        return False
+    return True
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -179,8 +195,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if device.type == "cpu" and any(not name.startswith("tiny") for name in names):
         parser.error("these shapes need a GPU, and there is none; try --tiny")
     use_expandable_segments(device)  # as a run does
-    for name in names:
-        measure(name, device, options.rollout)
+    done = [measure(name, device, options.rollout) for name in names]
+    if not all(done):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

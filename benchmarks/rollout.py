@@ -5,8 +5,8 @@
     python -m benchmarks.rollout --engine embedded --workloads single --profile runs/profile.txt
     python -m benchmarks.rollout --engine embedded --quantization fp8 --mismatch
 
-An engine that is not installed is named and skipped. `--shape tiny` divides all lengths and numbers by 16, to try the
-script on a CPU.
+An engine that is not installed is named and skipped, and one that fails is named; the tables have what was measured
+until then. `--shape tiny` divides all lengths and numbers by 16, to try the script on a CPU.
 """
 
 from __future__ import annotations
@@ -123,6 +123,7 @@ def run(options: argparse.Namespace) -> None:
     workloads = [Workload.named(name).shortened(shape.shrink) for name in options.workloads.split(",")]
     circumstances = Circumstances()
     timings: list[Timing] = []
+    failed = False
     for name in options.engine.split(","):
         if reason := missing(name):
             print(reason)
@@ -131,38 +132,50 @@ def run(options: argparse.Namespace) -> None:
         played = workloads if conversing else [w for w in workloads if w.turns == 1]
         for running in sorted({int(n) for n in options.running.split(",")}) if conversing else [0]:
             forget_peak()
-            timings += asyncio.run(time_engine(name, shape, played, running, options))
+            try:
+                asyncio.run(time_engine(name, shape, played, running, options, timings))
+            except Exception as problem:  # noqa: BLE001 - whatever another engine raises, the others are measured
+                print(f"{name} failed: {type(problem).__name__}: {problem}", file=sys.stderr, flush=True)
+                failed = True
     text = tables(timings, shape, circumstances)
     print(text)
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(text, encoding="utf-8")
+    if failed:
+        sys.exit(1)
 
 
 async def time_engine(
-    name: str, shape: Shape, workloads: Sequence[Workload], running: int, options: argparse.Namespace
-) -> list[Timing]:
-    """Time one engine from start to end. It stays in one event loop, since engines bind to the first they see."""
+    name: str,
+    shape: Shape,
+    workloads: Sequence[Workload],
+    running: int,
+    options: argparse.Namespace,
+    timings: list[Timing],
+) -> None:
+    """Time one engine from start to end, and append what was measured. It stays in one event loop, since engines bind
+    to the first they see."""
     if not workloads:
-        return []
+        return
     began = time.perf_counter()
     engine: Contestant = ENGINES[name](shape, max(w.longest for w in workloads), running)
     at_once = f" with {running} running" if running else ""
     print(f"{name}{at_once}: started in {time.perf_counter() - began:.1f} s", flush=True)
-    timings = []
-    for workload in workloads:
-        print(f"  {workload.name}: {await warm_up(engine, workload)}", flush=True)
-        timings.append(await time_workload(engine, workload, running, options.repeat))
-        print(f"  {' | '.join(cells(timings[-1]))}", flush=True)
-    if options.mismatch and isinstance(engine, Embedded):
-        print(f"  {await mismatch(engine, workloads[0])}", flush=True)
-    if options.profile and isinstance(engine, Embedded):
-        options.profile.parent.mkdir(parents=True, exist_ok=True)
-        file = options.profile.with_stem(f"{options.profile.stem}-{running}")
-        file.write_text(await profile_decode(engine, max(workloads, key=lambda w: w.longest), running), "utf-8")
-        print(f"  profile of {PROFILED_STEPS} decode steps: {file}")
-    await engine.close()
-    return timings
+    try:
+        for workload in workloads:
+            print(f"  {workload.name}: {await warm_up(engine, workload)}", flush=True)
+            timings.append(await time_workload(engine, workload, running, options.repeat))
+            print(f"  {' | '.join(cells(timings[-1]))}", flush=True)
+        if options.mismatch and isinstance(engine, Embedded):
+            print(f"  {await mismatch(engine, workloads[0])}", flush=True)
+        if options.profile and isinstance(engine, Embedded):
+            options.profile.parent.mkdir(parents=True, exist_ok=True)
+            file = options.profile.with_stem(f"{options.profile.stem}-{running}")
+            file.write_text(await profile_decode(engine, max(workloads, key=lambda w: w.longest), running), "utf-8")
+            print(f"  profile of {PROFILED_STEPS} decode steps: {file}")
+    finally:
+        await engine.close()
 
 
 async def warm_up(engine: Contestant, workload: Workload) -> str:

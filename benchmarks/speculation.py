@@ -35,16 +35,18 @@ class Measured(NamedTuple):
     outputs: list[list[int]]
 
 
-def run(
-    model: PreTrainedModel,
-    prompts: Sequence[Sequence[int]],
-    params: SamplingParams,
-    drafts: NgramSpeculation | None,
-    eos_ids: Sequence[int],
-) -> Measured:
-    settings = EngineSettings(max_model_len=MAX_MODEL_LEN, max_num_seqs=max(1, len(prompts)), speculation=drafts)
-    pages = len(prompts) * (MAX_MODEL_LEN // settings.page_size + 1)
-    core = EngineCore(model, settings, num_pages=pages)
+def core_for(model: PreTrainedModel, requests: int, drafts: NgramSpeculation | None) -> EngineCore:
+    """An engine whose graphs are captured."""
+    settings = EngineSettings(max_model_len=MAX_MODEL_LEN, max_num_seqs=max(1, requests), speculation=drafts)
+    core = EngineCore(model, settings, num_pages=requests * (MAX_MODEL_LEN // settings.page_size + 1))
+    core.prepare()
+    return core
+
+
+def run(core: EngineCore, prompts: Sequence[Sequence[int]], params: SamplingParams, eos_ids: Sequence[int]) -> Measured:
+    """Sample everything, with nothing cached."""
+    core.reset()
+    before = core.steps, core.drafted_tokens, core.accepted_tokens
     requests = [
         core.add(list(ids), SamplingParams(**{**vars_of(params), "seed": seed, "stop_ids": tuple(eos_ids)}))
         for seed, ids in enumerate(prompts)
@@ -54,7 +56,8 @@ def run(
         core.step()
     seconds = time.perf_counter() - began
     outputs = [list(request.ids[request.prompt_len :]) for request in requests]
-    return Measured(seconds, core.steps, core.drafted_tokens, core.accepted_tokens, outputs)
+    after = core.steps, core.drafted_tokens, core.accepted_tokens
+    return Measured(seconds, *(now - then for now, then in zip(after, before, strict=True)), outputs)
 
 
 def vars_of(params: SamplingParams) -> dict[str, object]:
@@ -82,10 +85,11 @@ def main() -> None:
     for count in map(int, options.requests.split(",")):
         chats = [[{"role": "user", "content": text}] for text in questions[:count]]
         prompts = [tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=False) for c in chats]
+        cores = [core_for(model, len(prompts), chosen) for chosen in (drafts, None)]
         pairs = [
-            tuple(run(model, prompts, params, chosen, [tokenizer.eos_token_id]) for chosen in (drafts, None))
-            for _ in range(options.repeat)
-        ]
+            tuple(run(core, prompts, params, [tokenizer.eos_token_id]) for core in cores)
+            for _ in range(options.repeat + 1)
+        ][1:]  # the first one compiles what the graphs do not contain
         with_, without = (list(side) for side in zip(*pairs, strict=True))
         same = sum(a == b for a, b in zip(with_[0].outputs, without[0].outputs, strict=True))
         share = with_[0].accepted / max(1, with_[0].drafted)

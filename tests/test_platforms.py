@@ -121,6 +121,23 @@ def test_large_memory_is_pinned_in_its_own_size_while_a_tensor_uses_it(monkeypat
         pinned_memory(2**62, device)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_copies_from_and_to_memory_that_is_pinned_in_its_own_size() -> None:
+    """The same addresses can be pinned again once nothing uses them."""
+    device, size = torch.device("cuda", 0), 3 * REGISTERED + 8
+    for seed in range(3):
+        there = torch.randint(256, (size,), dtype=torch.uint8, device=device, generator=torch.Generator(device))
+        there += seed
+        home = pinned_memory(size, device)
+        assert home.is_pinned()
+        home.copy_(there, non_blocking=True)
+        back = home.to(device, non_blocking=True)
+        torch.cuda.synchronize()
+        assert torch.equal(home, there.cpu()) and torch.equal(back, there)
+        del home
+
+
 def test_the_allocator_is_the_users_where_the_user_has_configured_it(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append)

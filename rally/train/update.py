@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,7 +23,7 @@ from rally.algos.off_policy_correction import CorrectionSettings
 from rally.models.residence import on_device
 from rally.models.routing import Routing, RoutingError, load_metrics, routers_of
 from rally.models.sharding import Ranks, gather_groups
-from rally.platforms import has_kernels
+from rally.platforms import from_host, has_kernels
 from rally.track.timing import Timed, untimed
 from rally.train.batch import TrainBatch
 from rally.train.divergence import DivergedError, Tried
@@ -116,9 +117,9 @@ class UpdateMetrics:
         if counts and result.routing is not None:
             self.routing.add(result.routing)
         if fresh is not None:
-            chosen_M = fresh.to(result.logp_M.device)
-            self.trained.append(result.logp_M[chosen_M][:limit])
-            self.recorded.append(result.recorded_M[chosen_M][:limit])
+            chosen = _index(fresh, result.logp_M.device)
+            self.trained.append(result.logp_M[chosen][:limit])
+            self.recorded.append(result.recorded_M[chosen][:limit])
 
     def result(self, ranks: Ranks) -> dict[str, float]:
         """The metrics over all ranks, which have run the same mini-batches."""
@@ -155,6 +156,13 @@ class UpdateMetrics:
         if total[1]:
             metrics["actor/router_replay_changed"] = float(total[0] / total[1])
         return metrics
+
+
+def _index(chosen: Tensor, device: torch.device) -> slice | Tensor:
+    """The index of the chosen tokens, given by a mask in main memory. A mask on the device would have the host wait for
+    the whole micro-batch, and the device then for the next one to be packed."""
+    known = chosen.numpy()
+    return slice(None) if known.all() else from_host(torch.from_numpy(np.flatnonzero(known)), device)
 
 
 class MicroBatchResult(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
@@ -60,23 +61,36 @@ def side_by_side(jobs: Sequence[Callable[[], None]], name: str) -> None:
 
 
 class BackgroundWriter:
-    """One thread that runs write jobs in order. Errors are raised at the next `wait`."""
+    """One thread that runs write jobs in order. Errors are raised at the next `wait`. A job begins `delay` seconds
+    after it was queued, or when somebody waits for it."""
 
-    def __init__(self) -> None:
+    def __init__(self, delay: float = 0.0) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rally-record")
         self._pending: list[Future[None]] = []
+        self._delay, self._awaited = delay, threading.Event()
 
     def write(self, work: Callable[[], None]) -> None:
         """Queue `work`. The data that it reads must not change any more."""
-        self._pending.append(self._thread.submit(work))
+        due = time.monotonic() + self._delay
+
+        def run() -> None:
+            self._awaited.wait(max(0.0, due - time.monotonic()))
+            work()
+
+        self._pending.append(self._thread.submit(run))
 
     def wait(self) -> None:
         """Wait until everything is written; raises the first error."""
         pending, self._pending = self._pending, []
-        for written in pending:
-            written.result()
+        self._awaited.set()
+        try:
+            for written in pending:
+                written.result()
+        finally:
+            self._awaited.clear()
 
     def close(self) -> None:
+        self._awaited.set()
         self._thread.shutdown()
 
 

@@ -23,6 +23,25 @@ def test_a_small_shape_is_sampled_from_and_updated(capsys: pytest.CaptureFixture
     assert all("3.0 layers recomputed" in line for line in lines if "update" in line), "a CPU recomputes all"
 
 
+def test_what_fails_is_named_and_the_rest_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[object] = []
+
+    def update(case: object, *others: object) -> str:
+        asked.append(case)
+        if len(asked) == 1:
+            raise torch.OutOfMemoryError("no memory is left\nmore")
+        return "done"
+
+    monkeypatch.setattr(larger_models, "update", update)
+    with pytest.raises(SystemExit):
+        larger_models.main(["--cases", "tiny,tiny-8bit"])
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first == "tiny, update, all layers recomputed: failed: OutOfMemoryError: no memory is left"
+    assert len(others) == 3 and all(line.endswith(": done") for line in others)
+
+
 @pytest.mark.parametrize("name", ["7b", "7b-8bit", "7b-32k", "32b-lora"])
 def test_a_case_fits_one_h200_and_7b_only_with_smaller_or_offloaded_states(name: str) -> None:
     case = CASES[name]

@@ -95,6 +95,25 @@ def test_one_command_times_profiles_and_writes_the_tables(
     assert "ms a step" in profiled and "aten::" in profiled
 
 
+def test_an_engine_that_fails_costs_no_other_its_results(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    play = rollout_engines.HuggingFace.play
+
+    async def fails(self: Any, workload: Workload, seed: int) -> Played:
+        if seed >= 0:
+            raise RuntimeError("no kernel")
+        return await play(self, workload, seed)
+
+    monkeypatch.setattr(rollout_engines.HuggingFace, "play", fails)
+    out = tmp_path / "table.md"
+    chosen = ["--engine", "hf,embedded", "--shape", "tiny", "--workloads", "single", "--running", "8"]
+    with pytest.raises(SystemExit) as exit_:
+        rollout.main([*chosen, "--out", str(out)])
+    assert exit_.value.code == 1 and "hf failed: RuntimeError: no kernel" in capsys.readouterr().err
+    assert "| embedded | 8 | single |" in out.read_text() and "| hf |" not in out.read_text()
+
+
 def test_figures_from_elsewhere_say_so() -> None:
     played = Played(seconds=10.0, sampled=256 * 640, prompted=1, cached=0, waited=1.0)
     timing = rollout.Timing(

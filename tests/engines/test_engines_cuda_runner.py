@@ -1,6 +1,8 @@
 """The CUDA runner equals the plain runner: with reference kernels on a CPU, with the real kernels on a GPU."""
 
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -226,3 +228,44 @@ async def test_gpu_lends_its_memory_while_weights_change():
     second = await engine.generate([1, 2, 3, 4], params)
     await engine.close()
     assert first.ids == second.ids and second.cached_tokens == 0
+
+
+LENDING = """
+import asyncio, torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+from rally.engines import EmbeddedEngine
+from rally.engines.embedded import EngineSettings
+from rally.platforms import use_expandable_segments
+from rally.types import SamplingParams
+device = torch.device("cuda", 0)
+assert use_expandable_segments(device)
+sizes = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, vocab_size=512)
+model = Qwen2ForCausalLM(Qwen2Config(num_key_value_heads=2, **sizes)).to(device, torch.bfloat16).eval()
+params = SamplingParams(max_tokens=20, seed=3, temperature=0)
+settings = EngineSettings(max_model_len=512, max_num_seqs=16, lend_memory=True, memory_share=0.5)
+
+async def main():
+    engine = EmbeddedEngine(model, settings)
+    await engine.start()
+    assert engine.core.runner._captured
+    first = await engine.generate([1, 2, 3, 4], params)
+    for _ in range(2):
+        with engine.updating():  # the update takes more than is free beside the KV cache
+            whole = torch.empty(int(0.8 * torch.cuda.mem_get_info()[0]), dtype=torch.uint8, device=device)
+            whole.fill_(1)
+            del whole
+        again = await engine.generate([1, 2, 3, 4], params)
+        assert first.ids == again.ids and first.logprobs == again.logprobs
+    await engine.close()
+
+asyncio.run(main())
+assert all(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
+"""
+
+
+@gpu
+@needs_gpu
+def test_gpu_graphs_and_lent_memory_work_beside_expandable_segments():
+    """In a process of its own: they are a setting of the whole process."""
+    done = subprocess.run([sys.executable, "-c", LENDING], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,16 +1,19 @@
 """A run records the advantage of each token and the times of each phase and turn."""
 
 import random
+import threading
 import time
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from train_cases import Paper, episode, run_config, segment, uneven_episodes
 
 from rally.algos.credit_assignment import CreditSettings
+from rally.runs.build.trainer import record_delay
 from rally.runs.train import train
 from rally.track import RunFolder
 from rally.track.timing import PhaseClock
@@ -122,6 +125,26 @@ def test_what_could_not_be_written_is_heard_of() -> None:
         recorder.wait()
     recorder.close()
     assert written == [1, 2]
+
+
+def test_what_is_written_later_is_written_at_once_if_somebody_waits() -> None:
+    recorder, written = BackgroundWriter(delay=1000.0), list[int]()
+    for first in (1, 3):
+        begun = threading.Event()
+        recorder.write(lambda number=first, begun=begun: (begun.set(), written.append(number)))
+        recorder.write(lambda number=first + 1: written.append(number))
+        assert not begun.wait(0.05)
+        recorder.wait()
+        assert written == list(range(1, first + 2))
+    recorder.write(lambda: written.append(5))
+    recorder.close()
+    assert written == [1, 2, 3, 4, 5]
+    soon = BackgroundWriter(delay=0.05)
+    done = threading.Event()
+    soon.write(done.set)
+    assert done.wait(60), "nobody waits for it"
+    soon.close()
+    assert [record_delay(torch.device(name)) > 0 for name in ("cpu", "cuda")] == [False, True]
 
 
 def test_turns_can_be_placed_on_the_timeline(run: RunFolder) -> None:

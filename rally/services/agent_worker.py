@@ -133,9 +133,11 @@ class AgentWorker:
         try:
             answer = await http.post(path, json=body)
         except httpx.TransportError as error:
-            return self._unreached(str(error) or type(error).__name__)
+            self._unreached(str(error) or type(error).__name__)
+            return None
         if answer.status_code >= 500:  # a proxy without the gateway, or a gateway that is ending
-            return self._unreached(f"HTTP {answer.status_code}")
+            self._unreached(f"HTTP {answer.status_code}")
+            return None
         self._reached, self._told = time.monotonic(), False
         if answer.status_code == 204:
             return {}

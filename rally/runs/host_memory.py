@@ -5,7 +5,9 @@ The system kills a process that takes too much without a word, perhaps at its fi
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedConfig
@@ -16,6 +18,7 @@ from rally.config.critic import CriticConfig
 from rally.config.model import ModelConfig
 from rally.config.rollout import BROADCAST
 from rally.runs.build.models import lora_of
+from rally.runs.build.run_inputs import RunError
 from rally.runs.build.update_settings import critic_offload_of, critic_recompute_of, policy_offload_of
 from rally.runs.cost_estimate import (
     MARGIN,
@@ -68,6 +71,29 @@ def host_costs(config: Config, model_config: PreTrainedConfig, size: ParameterCo
     if loading > sum(cost.bytes for cost in costs):  # which come later, when each rank has only its own part
         return [MemoryCost(LOADED, loading)]
     return [cost for cost in costs if cost.bytes]
+
+
+def checkpoint_bytes(config: Config, model_config: PreTrainedConfig, size: ParameterCounts, width: int) -> int:
+    """What a checkpoint takes on disk: the weights or adapters, and the states of the optimizer; of a critic too."""
+    adapters = lora_of(config.model, 0) is not None
+    weights = width * (size.trained if adapters else size.parameters)
+    written = weights + state_bytes(size.trained, width, config.actor.optim)
+    if config.needs_critic:
+        critic = described_critic(config, model_config, size).size
+        written += state_bytes(critic.trained, width, config.critic.optim) + width * critic.parameters
+    return written
+
+
+def check_disk(run_dir: Path, needed: int) -> None:
+    """RunError if a checkpoint of `needed` bytes, which every run writes after its last step, cannot fit there."""
+    checkpoints = run_dir / "checkpoints"
+    folder = checkpoints if checkpoints.is_dir() else run_dir
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise RunError(
+            f"a checkpoint takes about {shown_bytes(needed)} and {folder} has {shown_bytes(free)} free; free space, or "
+            "set trainer.default_local_dir to a folder on another disk"
+        )
 
 
 def _loading(config: Config, model_config: PreTrainedConfig, size: ParameterCounts, width: int) -> int:

@@ -32,9 +32,7 @@ def test_a_disk_without_room_for_a_checkpoint(home: Path, tmp_path: Path, monkey
 
     monkeypatch.setattr(host_memory.shutil, "disk_usage", lambda folder: Usage)
     config = run_config(home, tmp_path / "run")
-    sentence = (
-        r"^a checkpoint takes about .* and .*/run has 1000\.0 B free; free space, or set trainer\.default"
-    )
+    sentence = r"^a checkpoint takes about .* and .*/run has 1000\.0 B free; free space, or set trainer\.default"
     with pytest.raises(RunError, match=sentence):
         train(config, Paper().console)
 
@@ -61,3 +59,22 @@ def test_a_port_of_the_gateway_that_is_taken(
     build.loops_of(config)  # it is free again
     gateway_at("127.0.0.1", port)
     build.loops_of(config)  # and may be this process's own
+
+
+@pytest.mark.parametrize("option", ["port: 8123", "workers: true"])
+def test_an_agent_of_a_file_whose_option_loop_workers_cannot_serve(
+    option: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for the default loop, which the configuration is checked for."""
+    monkeypatch.setenv("RALLY_AGENT_TOKEN", "secret of the workers")
+    (tmp_path / "port_agent.py").write_text(AGENT, encoding="utf-8")
+    entry = f"agent: {tmp_path}/port_agent.py:run, {option}" if "port" in option else f"{option}, port: 8123"
+    loops = tmp_path / "loops.yaml"
+    loops.write_text(f"- {{name: asked, _target_: rally.gateway.BlackBoxAgentLoop, {entry}}}\n", encoding="utf-8")
+    keys = [f"{R}.name=vllm", f"{R}.agent.num_workers=2", f"{R}.agent.agent_loop_config_path={loops}"]
+    config = run_config(home, tmp_path / "run", *keys)
+    name = option.partition(":")[0]
+    with pytest.raises(
+        LoopError, match=f"the option {name} of the agent loop asked does not work with rollout.agent.num_"
+    ):
+        build.loops_of(config)

@@ -17,26 +17,12 @@ from rally.config.actor import ActorConfig, OptimConfig
 from rally.config.critic import CriticConfig
 from rally.config.model import ModelConfig
 from rally.config.rollout import BROADCAST
+from rally.runs.activation_estimate import kept_by_layer, packed_tokens, recomputed_layers
 from rally.runs.build.models import lora_of
 from rally.runs.build.run_inputs import RunError
 from rally.runs.build.update_settings import critic_offload_of, critic_recompute_of, policy_offload_of
-from rally.runs.cost_estimate import (
-    MARGIN,
-    LoadedModel,
-    MemoryCost,
-    ParameterCounts,
-    described_critic,
-    gathers,
-    has_reference,
-    kept_by_layer,
-    packed_tokens,
-    recomputed_layers,
-    shards_of,
-    shown_bytes,
-    state_bytes,
-    teacher_bytes,
-    teachers_of,
-)
+from rally.runs.cost_estimate import MARGIN, MemoryCost, gathers, has_reference, shards_of, shown_bytes, state_bytes
+from rally.runs.planned_models import LoadedModel, ParameterCounts, described_critic, teacher_bytes, teachers_of
 
 STATES, ACTIVATIONS = "what training keeps there", "activations of the update"
 COPY = "the copy of a checkpoint"

@@ -25,9 +25,10 @@ from rally.runs.build.rollout import check_reward_function, loops_of, rollout_ca
 from rally.runs.build.run_inputs import RunError, RunInputs, RunOutcome, check_ranks, read_inputs
 from rally.runs.build.trainer import resume_point, rewind
 from rally.runs.build.update_settings import total_steps_of
-from rally.runs.cost_estimate import ParameterCounts, memory_problem, size_from
+from rally.runs.cost_estimate import memory_problem
 from rally.runs.evaluate import evaluate_inputs
 from rally.runs.host_memory import check_disk, checkpoint_bytes, host_memory_problem
+from rally.runs.planned_models import ParameterCounts, size_from
 from rally.runs.row_checks import warn_of_repeats
 from rally.track import RunConsole, RunFolder, sole_writer
 from rally.track.run_folder.folder import redacted_yaml

@@ -74,10 +74,11 @@ def check_disk(run_dir: Path, needed: int) -> None:
     """RunError if a checkpoint of `needed` bytes, which every run writes after its last step, cannot fit there."""
     checkpoints = run_dir / "checkpoints"
     folder = checkpoints if checkpoints.is_dir() else run_dir
-    free = shutil.disk_usage(folder).free
-    if needed > free:
+    disk = shutil.disk_usage(folder)
+    if disk.total and needed > disk.free:  # some network file systems report no sizes
+        left = shown_bytes(disk.free)
         raise RunError(
-            f"a checkpoint takes about {shown_bytes(needed)} and {folder} has {shown_bytes(free)} free; free space, or "
+            f"a checkpoint takes about {shown_bytes(needed)} and {folder} has {left} free; free space, or "
             "set trainer.default_local_dir to a folder on another disk"
         )
 

@@ -28,7 +28,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_disk_without_room_for_a_checkpoint(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Usage:
-        free = 1000
+        total, free = 10**9, 1000
 
     monkeypatch.setattr(host_memory.shutil, "disk_usage", lambda folder: Usage)
     config = run_config(home, tmp_path / "run")

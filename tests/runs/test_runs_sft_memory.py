@@ -158,6 +158,8 @@ def test_a_checkpoint_takes_as_much_of_the_disk_as_planned(tmp_path: Path, monke
     planned = checkpoint_bytes(*sft_memory(config, rows_of(length=4)))
     assert 0.95 * written < planned < written
     (folder / "config.yaml").unlink()
-    monkeypatch.setattr(host_memory.shutil, "disk_usage", lambda path: type("Usage", (), {"free": planned - 1}))
+    monkeypatch.setattr(
+        host_memory.shutil, "disk_usage", lambda path: type("Usage", (), {"total": 10**9, "free": planned - 1})
+    )
     with pytest.raises(RunError, match=r"a checkpoint takes about .* free space, or set trainer.default_local_dir"):
         sft_run.sft(config_of(tmp_path, *files, "trainer.total_training_steps=2"), RunConsole())

@@ -32,8 +32,9 @@ from rally.platforms import use_expandable_segments
 from rally.runs.build.models import lora_of
 from rally.runs.build.rollout import engine_settings_of
 from rally.runs.build.update_settings import policy_offload_of
-from rally.runs.cost_estimate import memory_problem, size_from, training_costs
+from rally.runs.cost_estimate import memory_problem, training_costs
 from rally.runs.host_memory import host_memory_problem
+from rally.runs.planned_models import size_from
 from rally.train.packing import Row
 from rally.train.policy import OptimizerSettings, Policy
 from rally.train.update import UpdateSettings, update_policy

@@ -515,6 +515,12 @@ def _groups(work: _Work, choices: Mapping[str, str]) -> None:
     estimator = at(work.tree, "algorithm.adv_estimator", "grpo")
     if not work.sft and at(work.tree, f"{R}.n") == 1 and estimator in ("grpo", "grpo_vectorized"):
         work.remarks.append(f"{R}.n=1 leaves {estimator} no group: the advantage of an episode is its reward.")
+    mini = at(work.tree, f"{A}.ppo_mini_batch_size")
+    if not work.sft and type(mini) is int and type(trained) is int and 0 < mini < trained and trained % mini:
+        work.remarks.append(
+            f"{A}.ppo_mini_batch_size={mini} does not divide data.train_batch_size={trained}: the last optimizer step "
+            f"of each batch has only {trained % mini} prompts."
+        )
 
 
 def _loggers(work: _Work, choices: Mapping[str, str]) -> None:

@@ -21,8 +21,8 @@ from rally.interactions import Interactions
 from rally.models.load import load_model_config
 from rally.runs import build
 from rally.runs.build.data import env_tasks_of, environments_of
-from rally.runs.cost_estimate import ParameterCounts, size_from
 from rally.runs.env_checks import opening_of
+from rally.runs.planned_models import ParameterCounts, size_from
 from rally.tools import ToolBox
 from rally.types import Task
 

@@ -20,13 +20,13 @@ from rally.runs.cost_estimate import (
     UTILISATION,
     Hardware,
     MemoryCost,
-    ParameterCounts,
     StepTime,
     at_once,
     shown_bytes,
     step_time,
     training_costs,
 )
+from rally.runs.planned_models import ParameterCounts
 
 GB = 10**9
 GPUS = (

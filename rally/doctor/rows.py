@@ -9,6 +9,7 @@ from rally.doctor.check_context import DoctorCase, Finding, listed, some
 from rally.loops import find_loop
 from rally.runs import build
 from rally.runs.build.update_settings import total_steps_of
+from rally.runs.row_checks import LoopCheck
 from rally.track.display_text import one_line
 from rally.types import Task
 
@@ -53,6 +54,9 @@ def loops(case: DoctorCase) -> Iterator[Finding]:
     asked = [default if overrides else task.agent_name or default for task in case.tasks] or [default]
     for name in dict.fromkeys(asked):
         find_loop(name, named)
+    check_loop = LoopCheck(case.config)
+    for task in case.tasks:
+        check_loop(task)
     users = case.users
     wanted = [user.name for task in case.tasks if (user := users.find(task)) is not None]
     idle = [name for name in users.names if name not in wanted] if case.tasks else []

@@ -73,6 +73,7 @@ class BlackBoxAgentLoop(AgentLoopBase):
         command, agent = options.get("command"), options.get("agent")
         if options.get("workers"):
             _check_workers(options)
+            _server().check_address(options.get("host", "127.0.0.1"), options["port"])
             return
         if command is not None and agent is not None:
             raise LoopError("agent_loop_config has both agent and command; set one of them")
@@ -82,7 +83,7 @@ class BlackBoxAgentLoop(AgentLoopBase):
             raise LoopError(f"there is no program {command[0]!r}; correct agent_loop_config.command")
         if options.get("check_row") is not None:
             find_function(options["check_row"], "check_row", ("row",))
-        _server()
+        _server().check_address(options.get("host", "127.0.0.1"), options.get("port", 0))
 
     @classmethod
     def check_row(cls, row: Mapping[str, Any], options: Mapping[str, Any]) -> None:

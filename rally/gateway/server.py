@@ -199,7 +199,19 @@ def _model(name: str) -> Json:
 @lru_cache
 def gateway_at(host: str, port: int) -> Gateway:
     """The gateway of this process at an address, started on first use."""
-    return Gateway(host, port)
+    gateway = Gateway(host, port)
+    _addresses.add((host, port))
+    return gateway
+
+
+_addresses: set[tuple[str, int]] = set()
+"""Those that gateways of this process listen at."""
+
+
+def check_address(host: str, port: int) -> None:
+    """LoopError, before a run loads weights, if no gateway could listen there."""
+    if (host, port) not in _addresses:
+        _listen(host, port).close()
 
 
 async def _events(parts: AsyncGenerator[StreamPart, None], usage: bool) -> AsyncIterator[bytes]:

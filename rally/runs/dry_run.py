@@ -15,8 +15,9 @@ from rally.runs import build
 from rally.runs.build.rollout import check_reward_function
 from rally.runs.build.run_inputs import RunInputs, read_inputs
 from rally.runs.build.update_settings import check_objective, total_steps_of
-from rally.runs.cost_estimate import shown_bytes, size_of, training_costs
+from rally.runs.cost_estimate import shown_bytes, training_costs
 from rally.runs.env_checks import opening_of
+from rally.runs.planned_models import size_of
 from rally.track import RunConsole
 from rally.track.display_text import visible
 from rally.types import Task

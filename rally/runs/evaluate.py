@@ -9,7 +9,8 @@ from rally.config import Config
 from rally.models.sharding import ALONE, Ranks
 from rally.nodes import THIS_MACHINE, RunNodes
 from rally.runs import build
-from rally.runs.build.rollout import check_reward_function
+from rally.runs.build.engines import check_servers_installed
+from rally.runs.build.rollout import check_reward_function, loops_of
 from rally.runs.build.run_inputs import RunError, RunInputs, RunOutcome, check_ranks, read_inputs
 from rally.track import RunConsole, RunFolder, sole_writer
 from rally.train.checkpoint.store import LATEST, CheckpointStore
@@ -34,6 +35,8 @@ def evaluate_inputs(
     if inputs.val_tasks is None:
         raise RunError("nothing to evaluate: data.val_files is not set; name a file of rows, or set env.name")
     private_folder(config.run_dir)
+    check_servers_installed(config)
+    loops_of(config)
     check_reward_function(config)
     with sole_writer(config.run_dir / "eval"):  # apart from what training wrote
         return _validated(config, inputs, console, ranks, nodes)

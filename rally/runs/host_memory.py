@@ -5,7 +5,9 @@ The system kills a process that takes too much without a word, perhaps at its fi
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedConfig
@@ -15,25 +17,12 @@ from rally.config.actor import ActorConfig, OptimConfig
 from rally.config.critic import CriticConfig
 from rally.config.model import ModelConfig
 from rally.config.rollout import BROADCAST
+from rally.runs.activation_estimate import kept_by_layer, packed_tokens, recomputed_layers
 from rally.runs.build.models import lora_of
+from rally.runs.build.run_inputs import RunError
 from rally.runs.build.update_settings import critic_offload_of, critic_recompute_of, policy_offload_of
-from rally.runs.cost_estimate import (
-    MARGIN,
-    LoadedModel,
-    MemoryCost,
-    ParameterCounts,
-    described_critic,
-    gathers,
-    has_reference,
-    kept_by_layer,
-    packed_tokens,
-    recomputed_layers,
-    shards_of,
-    shown_bytes,
-    state_bytes,
-    teacher_bytes,
-    teachers_of,
-)
+from rally.runs.cost_estimate import MARGIN, MemoryCost, gathers, has_reference, shards_of, shown_bytes, state_bytes
+from rally.runs.planned_models import LoadedModel, ParameterCounts, described_critic, teacher_bytes, teachers_of
 
 STATES, ACTIVATIONS = "what training keeps there", "activations of the update"
 COPY = "the copy of a checkpoint"
@@ -68,6 +57,30 @@ def host_costs(config: Config, model_config: PreTrainedConfig, size: ParameterCo
     if loading > sum(cost.bytes for cost in costs):  # which come later, when each rank has only its own part
         return [MemoryCost(LOADED, loading)]
     return [cost for cost in costs if cost.bytes]
+
+
+def checkpoint_bytes(config: Config, model_config: PreTrainedConfig, size: ParameterCounts, width: int) -> int:
+    """What a checkpoint takes on disk: the weights or adapters, and the states of the optimizer; of a critic too."""
+    adapters = lora_of(config.model, 0) is not None
+    weights = width * (size.trained if adapters else size.parameters)
+    written = weights + state_bytes(size.trained, width, config.actor.optim)
+    if config.needs_critic:
+        critic = described_critic(config, model_config, size).size
+        written += state_bytes(critic.trained, width, config.critic.optim) + width * critic.parameters
+    return written
+
+
+def check_disk(run_dir: Path, needed: int) -> None:
+    """RunError if a checkpoint of `needed` bytes, which every run writes after its last step, cannot fit there."""
+    checkpoints = run_dir / "checkpoints"
+    folder = checkpoints if checkpoints.is_dir() else run_dir
+    disk = shutil.disk_usage(folder)
+    if disk.total and needed > disk.free:  # some network file systems report no sizes
+        left = shown_bytes(disk.free)
+        raise RunError(
+            f"a checkpoint takes about {shown_bytes(needed)} and {folder} has {left} free; free space, or "
+            "set trainer.default_local_dir to a folder on another disk"
+        )
 
 
 def _loading(config: Config, model_config: PreTrainedConfig, size: ParameterCounts, width: int) -> int:

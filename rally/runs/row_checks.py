@@ -74,31 +74,44 @@ def check_rows(config: Config, tasks: TaskSet, interactions: Interactions, toolb
     """Raise if a row names a user, loop or tool that does not exist, a data source that no reward function scores or a
     ground truth that no answer can equal, or if its loop refuses it. Returns the names of the loops that the rows ask
     for."""
-    rollout = config.rollout
-    path, overridden = rollout.agent.agent_loop_config_path, rollout.agent_loop_class is not None
-    loops = load_loop_config(path) if path else {}
-    by_functions = config.reward_function.path is None and not overridden and not config.uses_classifier
-    default = config.agent_loop_name
-    specs: dict[str, LoopSpec] = {default: find_loop(default, loops)} if overridden else {}
-    asked: set[str] = set()
+    check_loop, asked = LoopCheck(config), set[str]()
     selections: set[tuple[str, ...] | None] = set()
     for task in tasks:
         interactions.find(task)
-        named = task.agent_name or default
-        asked.add(named)
-        loop = default if overridden else named
         selection = _selection(task)
-        with _naming(task):
-            if selection not in selections:
+        if selection not in selections:
+            with _naming(task):
                 toolbox.schemas(selection)
-                selections.add(selection)
-            if loop not in specs:
-                specs[loop] = find_loop(loop, loops)
-            if by_functions and loop in SCORED_BY_FUNCTIONS and loop not in loops:
-                check_truth(task.data_source, task.ground_truth)
-            own_options = rollout.agent_loop_config.model_extra or {} if loop == default else {}
-            specs[loop].cls.check_row(task.row, {**specs[loop].options, **own_options})
+            selections.add(selection)
+        asked.add(check_loop(task))
     return asked
+
+
+class LoopCheck:
+    """Checks that the loop of a row exists and can play it, and that an answer can be right."""
+
+    def __init__(self, config: Config) -> None:
+        rollout = config.rollout
+        path, self._overridden = rollout.agent.agent_loop_config_path, rollout.agent_loop_class is not None
+        self._loops = load_loop_config(path) if path else {}
+        self._default, self._options = config.agent_loop_name, rollout.agent_loop_config.model_extra or {}
+        self._by_functions = config.reward_function.path is None and not self._overridden and not config.uses_classifier
+        self._specs: dict[str, LoopSpec] = {}
+        if self._overridden:
+            self._specs[self._default] = find_loop(self._default, self._loops)
+
+    def __call__(self, task: Task) -> str:
+        """Raise RowError, or return the name of the loop that the row asks for."""
+        asked = task.agent_name or self._default
+        name = self._default if self._overridden else asked
+        with _naming(task):
+            if name not in self._specs:
+                self._specs[name] = find_loop(name, self._loops)
+            if self._by_functions and name in SCORED_BY_FUNCTIONS and name not in self._loops:
+                check_truth(task.data_source, task.ground_truth)
+            options = self._options if name == self._default else {}
+            self._specs[name].cls.check_row(task.row, {**self._specs[name].options, **options})
+        return asked
 
 
 def _selection(task: Task) -> tuple[str, ...] | None:

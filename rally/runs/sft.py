@@ -32,6 +32,7 @@ from rally.runs.build.tracking import sinks_of
 from rally.runs.build.trainer import resume_point, rewind
 from rally.runs.build.update_settings import gradient_limits_of, offload_settings, optimizer_settings
 from rally.runs.cost_estimate import shown_bytes
+from rally.runs.host_memory import check_disk, checkpoint_bytes
 from rally.runs.row_checks import warn_of_repeats
 from rally.runs.sft_memory import sft_memory, sft_memory_problem
 from rally.sft.template_check import check_conversations, print_report
@@ -109,6 +110,7 @@ def _sft(
         raise RunError(f"{start.path} is already at step {start.step} of {steps}; raise trainer.total_training_steps")
     if problem := sft_memory_problem(config, train.rows):
         raise RunError(problem)
+    check_disk(config.run_dir, checkpoint_bytes(*sft_memory(config, train.rows)))
     ranks.start(RunPlan(config, start.path if start else None, steps))
     policy = sft_policy_of(config, start, steps, ranks)
     if unadapted := unadapted_experts(policy.model):

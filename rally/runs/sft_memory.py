@@ -15,8 +15,9 @@ from rally.engines.embedded.memory_plan import free_bytes
 from rally.models.load import load_model_config, pick_device, pick_dtype
 from rally.platforms import memory_info, on_accelerator
 from rally.runs.build.models import lora_of
-from rally.runs.cost_estimate import MemoryCost, ParameterCounts, memory_problem, size_from, training_costs
+from rally.runs.cost_estimate import MemoryCost, memory_problem, training_costs
 from rally.runs.host_memory import host_costs, host_memory_problem
+from rally.runs.planned_models import ParameterCounts, size_from
 from rally.train.packing import Row
 
 KEYS = {

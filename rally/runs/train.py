@@ -8,6 +8,7 @@ from contextlib import closing, contextmanager
 
 import torch
 import yaml
+from transformers import PreTrainedConfig
 
 from rally.config import Config
 from rally.config.checks.multi_gpu import sends_images
@@ -18,14 +19,16 @@ from rally.models.sharding import ALONE, Ranks
 from rally.nodes import THIS_MACHINE, RunNodes
 from rally.platforms import memory_info, on_accelerator
 from rally.runs import build
+from rally.runs.build.engines import check_servers_installed
 from rally.runs.build.models import lora_of
-from rally.runs.build.rollout import check_reward_function, rollout_cache_dir
+from rally.runs.build.rollout import check_reward_function, loops_of, rollout_cache_dir
 from rally.runs.build.run_inputs import RunError, RunInputs, RunOutcome, check_ranks, read_inputs
 from rally.runs.build.trainer import resume_point, rewind
 from rally.runs.build.update_settings import check_objective, total_steps_of
-from rally.runs.cost_estimate import memory_problem, size_from
+from rally.runs.cost_estimate import memory_problem
 from rally.runs.evaluate import evaluate_inputs
-from rally.runs.host_memory import host_memory_problem
+from rally.runs.host_memory import check_disk, checkpoint_bytes, host_memory_problem
+from rally.runs.planned_models import ParameterCounts, size_from
 from rally.runs.row_checks import warn_of_repeats
 from rally.track import RunConsole, RunFolder, sole_writer
 from rally.track.run_folder.folder import redacted_yaml
@@ -68,9 +71,18 @@ def train(
 def _check_memory(config: Config) -> None:
     """RunError, before any weight is loaded, if an update cannot fit on this GPU, or what it keeps beside into main
     memory."""
-    device, path = pick_device(config.trainer.device), str(config.model.path)
+    device = pick_device(config.trainer.device)
     if not on_accelerator(device):
         return
+    described, size, width = _described(config)
+    on_device = memory_problem(config, described, size, width, memory_info(device)[1])
+    if problem := on_device or host_memory_problem(config, described, size, width, free_bytes(torch.device("cpu"))):
+        raise RunError(problem)
+
+
+def _described(config: Config) -> tuple[PreTrainedConfig, ParameterCounts, int]:
+    """The configuration of the policy, its counts and the bytes of a parameter."""
+    path, device = str(config.model.path), pick_device(config.trainer.device)
     model, trust = config.model, config.model.trust_remote_code
     described = load_model_config(path, trust_remote_code=trust, overrides=dict(model.override_config))
     size = size_from(
@@ -80,10 +92,7 @@ def _check_memory(config: Config) -> None:
         tower_frozen=config.actor.freeze_vision_tower,
         text_only=not sends_images(config),
     )
-    width = torch.empty((), dtype=pick_dtype(model.dtype, device)).element_size()
-    on_device = memory_problem(config, described, size, width, memory_info(device)[1])
-    if problem := on_device or host_memory_problem(config, described, size, width, free_bytes(torch.device("cpu"))):
-        raise RunError(problem)
+    return described, size, torch.empty((), dtype=pick_dtype(model.dtype, device)).element_size()
 
 
 def _name_changed_keys(folder: RunFolder, config: Config, console: RunConsole) -> None:
@@ -130,6 +139,9 @@ def _train(config: Config, inputs: RunInputs, console: RunConsole, ranks: Ranks,
         )
     check_objective(config)
     _check_memory(config)
+    check_servers_installed(config)
+    loops_of(config)
+    check_disk(config.run_dir, checkpoint_bytes(config, *_described(config)))
     check_reward_function(config)
     rewind(folder, store, checkpoint, console, tuple(build.extra_folders_of(config.trainer).values()))
     if checkpoint:

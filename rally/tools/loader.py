@@ -61,7 +61,10 @@ def import_class(dotted: str, folders: Iterable[Path], where: str) -> Any:
     try:
         imported = getattr(module, name)
     except AttributeError:
-        raise ToolConfigError(f"{where}: module {module_name} has no {name!r}") from None
+        own = (known for known, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__)
+        classes = ", ".join(f"{module_name}.{known}" for known in own if known[0] != "_")
+        advice = f"; correct class_name{f' to one of {classes}' if classes else ''}"
+        raise ToolConfigError(f"{where}: module {module_name} has no {name!r}{advice}") from None
     if of_installed_verl(imported):
         raise ToolConfigError(f"{where}: {dotted} {INSTALLED}")
     return imported
@@ -318,6 +321,9 @@ def _class_name(entry: Mapping[str, Any]) -> str:
 
 
 def _construct(target: Any, config: Mapping[str, Any], schema: Mapping[str, Any] | None, where: str) -> BaseTool[Any]:
+    if not callable(target):
+        kind = type(target).__name__
+        raise ToolConfigError(f"{where}: class_name names a {kind}; name a class, or a function with type hints")
     try:
         if not inspect.isclass(target):
             return _function(target, config, schema)

@@ -6,8 +6,9 @@ import torch
 from benchmarks import larger_models
 from benchmarks.larger_models import CASES
 from rally.runs.build.models import lora_of
-from rally.runs.cost_estimate import memory_problem, size_from, training_costs
+from rally.runs.cost_estimate import memory_problem, training_costs
 from rally.runs.host_memory import host_memory_problem
+from rally.runs.planned_models import size_from
 
 H200, HOST = 139 * 2**30, 120 * 2**30
 

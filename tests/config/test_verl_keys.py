@@ -176,6 +176,14 @@ def test_a_group_of_one_is_noted() -> None:
     assert "the advantage of an episode is its reward" in load(f"{R}.n=1")[1]
 
 
+def test_a_mini_batch_that_does_not_divide_the_batch_is_noted() -> None:
+    sizes = [f"data.train_batch_size={size}" for size in (32, 33)]
+    mini = f"{A}.ppo_mini_batch_size=16"
+    assert "does not divide" not in str(load(sizes[0], mini)[1])
+    note = load(sizes[1], mini)[1]
+    assert f"{mini} does not divide data.train_batch_size=33: the last optimizer step of each batch has only 1" in note
+
+
 @pytest.mark.parametrize(
     ("lines", "sentence"),
     [

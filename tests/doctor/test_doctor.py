@@ -168,6 +168,9 @@ def test_rows_that_cannot_be_used_are_found(find: Any, home: Path, tmp_path: Pat
     row = load_tasks(home / "test.parquet")[0].row
     write_rows([row | {"agent_name": "nobody"}], tmp_path / "agent.jsonl")
     assert "no agent loop called 'nobody'" in told(find("loops", f"data.train_files={tmp_path}/agent.jsonl"), "error")
+    write_rows([row | {"agent_name": "rally.recipes.triage.loop.TwoRounds"}], tmp_path / "old.jsonl")
+    found = find("loops", f"data.train_files={tmp_path}/old.jsonl")
+    assert "make the rows again with: rally data triage" in told(found, "error")
 
 
 def test_a_simulated_user_that_no_row_asks_for_is_told(find: Any, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from rally.models.vision import image_parts_of, patches_of
 from rally.models.vision_loading import VisionError, auto_class
 from rally.runs import build
 from rally.runs import sft as sft_run
-from rally.runs.cost_estimate import size_from
+from rally.runs.planned_models import size_from
 from rally.train.checkpoint.merge import merge
 from rally.train.checkpoint.store import CheckpointStore
 from rally.train.policy import OptimizerSettings, Policy

@@ -14,18 +14,11 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from rally.config import Config, load_config
 from rally.models import attention
 from rally.models.lora import LoraSettings
+from rally.runs.activation_estimate import activation_bytes, packed_tokens
 from rally.runs.build.update_settings import distillation_settings_of, policy_offload_of
-from rally.runs.cost_estimate import (
-    Hardware,
-    activation_bytes,
-    at_once,
-    memory_problem,
-    packed_tokens,
-    size_from,
-    step_time,
-    training_costs,
-)
+from rally.runs.cost_estimate import Hardware, at_once, memory_problem, step_time, training_costs
 from rally.runs.host_memory import host_costs, host_memory_problem
+from rally.runs.planned_models import size_from
 from rally.train import offload as offloading
 from rally.train.batch import TrainBatch
 from rally.train.packing import Row

@@ -16,15 +16,9 @@ from rally.models.lora import LoraSettings, add_adapters
 from rally.models.vision import FEATURE_CACHE_BYTES, image_features, image_parts_of
 from rally.models.vision_loading import freeze_tower
 from rally.models.vision_memory import vision_shape
-from rally.runs.cost_estimate import (
-    activation_bytes,
-    critic_activation_bytes,
-    described_critic,
-    packed_tokens,
-    size_from,
-    size_of,
-    training_costs,
-)
+from rally.runs.activation_estimate import activation_bytes, critic_activation_bytes, packed_tokens
+from rally.runs.cost_estimate import training_costs
+from rally.runs.planned_models import described_critic, size_from, size_of
 
 A, M = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 

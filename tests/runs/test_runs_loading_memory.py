@@ -15,8 +15,9 @@ from rally.config import Config, load_config
 from rally.models.load import load_model_config
 from rally.runs import train as train_run
 from rally.runs.build.run_inputs import RunError
-from rally.runs.cost_estimate import ParameterCounts, memory_problem, size_from
+from rally.runs.cost_estimate import memory_problem
 from rally.runs.host_memory import LOADED, _loading, host_costs, host_memory_problem
+from rally.runs.planned_models import ParameterCounts, size_from
 
 M, R = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 SIZES = {

@@ -11,10 +11,12 @@ from rally.chat import tiny_tokenizer
 from rally.config import SftConfig, load_sft_config
 from rally.data import write_rows
 from rally.models import attention
+from rally.runs import host_memory
 from rally.runs import sft as sft_run
 from rally.runs import sft_memory as planning
 from rally.runs.build.run_inputs import RunError
 from rally.runs.build.update_settings import offload_settings, optimizer_settings
+from rally.runs.host_memory import checkpoint_bytes
 from rally.runs.sft_memory import sft_memory
 from rally.sft.training import sft_step
 from rally.track import RunConsole
@@ -141,3 +143,23 @@ def test_the_plan_knows_ranks_and_offload_keys(tmp_path: Path) -> None:
     lora = plan("model.lora_rank=4")
     assert lora["Adam's two moments"] < whole["Adam's two moments"] / 4
     assert plan("model.enable_activation_offload=true")["activations of the update"] < 2 * whole["weights"]
+
+
+def test_a_checkpoint_takes_as_much_of_the_disk_as_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_tokenizer().save_pretrained(tmp_path)
+    messages = [{"role": "user", "content": "2+3"}, {"role": "assistant", "content": "5"}]
+    write_rows([{"messages": messages}] * 4, tmp_path / "rows.jsonl")
+    folder = tmp_path / "run"
+    files = (f"data.train_files={tmp_path}/rows.jsonl", f"trainer.default_local_dir={folder}")
+    config = config_of(tmp_path, *files, "trainer.total_training_steps=1")
+    Qwen2ForCausalLM(SMALL).save_pretrained(tmp_path)
+    sft_run.sft(config, RunConsole())
+    written = sum(file.stat().st_size for file in (folder / "checkpoints/global_step_1").rglob("*") if file.is_file())
+    planned = checkpoint_bytes(*sft_memory(config, rows_of(length=4)))
+    assert 0.95 * written < planned < written
+    (folder / "config.yaml").unlink()
+    monkeypatch.setattr(
+        host_memory.shutil, "disk_usage", lambda path: type("Usage", (), {"total": 10**9, "free": planned - 1})
+    )
+    with pytest.raises(RunError, match=r"a checkpoint takes about .* free space, or set trainer.default_local_dir"):
+        sft_run.sft(config_of(tmp_path, *files, "trainer.total_training_steps=2"), RunConsole())

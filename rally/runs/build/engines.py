@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from rally.config import Config
+from rally.config.checks.multi_gpu import with_rollout_servers
 from rally.config.rollout import BROADCAST
 from rally.engines import EmbeddedEngine
 from rally.engines.base import EngineError, TrainingEngine
@@ -49,6 +50,7 @@ from rally.engines.remote import (
     remove_stale_folders,
     tolerance_of,
 )
+from rally.engines.remote.launched_server import probe_package
 from rally.engines.remote.weight_broadcast import LOOPBACKS
 from rally.engines.router.server_state import RouterSettings
 from rally.models import attention
@@ -455,6 +457,14 @@ def _untied(config: Config, model: PreTrainedModel) -> bool:
 
 def _bucket(config: Config) -> str:
     return f"{config.rollout.checkpoint_engine.update_weights_bucket_megabytes}MB"
+
+
+def check_servers_installed(config: Config) -> None:
+    """EngineError, before weights are loaded, if this machine is to start servers and lacks their package."""
+    rollout = with_rollout_servers(config).rollout
+    launched = rollout.name != "embedded" and rollout.mode != "server" and config.trainer.nnodes == 1
+    if launched and rollout.server_kind in ("vllm", "sglang"):
+        probe_package(rollout.server.python or sys.executable, rollout.server_kind)
 
 
 def engine_of(config: Config, inputs: RunInputs, policy: Policy, nodes: RunNodes = THIS_MACHINE) -> TrainingEngine:

@@ -111,8 +111,8 @@ def missing_tools(config: Config, tasks: Iterable[Task], toolbox: ToolBox) -> st
     (row, name), more = found[0], len(found) - 1
     others = f" ({more:,} other rows are alike)" if more else ""
     return (
-        f"the prompt of row {row} speaks of the tool {name}, for which the row has tools_kwargs{others}, but the tools of "
-        f"the run are {', '.join(toolbox.names)}; offer that tool, or make rows for these"
+        f"the prompt of row {row} speaks of the tool {name}, for which the row has tools_kwargs{others}, but the tools "
+        f"of the run are {', '.join(toolbox.names)}; offer that tool, or make rows for these"
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from rally.doctor.check_context import DoctorCase, Finding
+from rally.runs.row_checks import missing_tools
 from rally.tools.sample_arguments import Example, example_of
 from rally.track.display_text import one_line
 from rally.types import Task, ToolCall, ToolResult, ToolStatus
@@ -28,6 +29,8 @@ def tools(case: DoctorCase) -> Iterator[Finding]:
     if not box.names:
         yield Finding("tools", "ok", "none are configured")
         return
+    if missing := missing_tools(case.config, case.tasks, box):
+        yield Finding("tools", "warning", missing)
     for tool in box.tools:
         if tool.destructive:
             note = f"{tool.name} was not called, because a call may be destructive"

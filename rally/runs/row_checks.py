@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import islice
@@ -112,6 +112,27 @@ class LoopCheck:
             options = self._options if name == self._default else {}
             self._specs[name].cls.check_row(task.row, {**self._specs[name].options, **options})
         return asked
+
+
+def missing_tools(config: Config, tasks: Iterable[Task], toolbox: ToolBox) -> str | None:
+    """A sentence if rows of the tool loop name a tool in their prompt and have keywords for it, but the run has none of
+    that name: the policy would be asked for what it cannot do."""
+    if config.rollout.agent_loop_class is not None or not toolbox.names:
+        return None
+    found: list[tuple[str, str]] = []
+    for task in tasks:
+        unknown = task.tools_kwargs.keys() - toolbox.names
+        if unknown and (task.agent_name or config.agent_loop_name) == "tool_agent":
+            text = str([message.get("content") for message in task.prompt])
+            found += [(task.id, name) for name in sorted(unknown) if name in text][:1]
+    if not found:
+        return None
+    (row, name), more = found[0], len(found) - 1
+    others = f" ({more:,} other rows are alike)" if more else ""
+    return (
+        f"the prompt of row {row} speaks of the tool {name}, for which the row has tools_kwargs{others}, but the tools "
+        f"of the run are {', '.join(toolbox.names)}; offer that tool, or make rows for these"
+    )
 
 
 def _selection(task: Task) -> tuple[str, ...] | None:

@@ -133,10 +133,10 @@ class AgentWorker:
         try:
             answer = await http.post(path, json=body)
         except httpx.TransportError as error:
-            self._unreached(str(error) or type(error).__name__)
+            self._note_unreached(str(error) or type(error).__name__)
             return None
         if answer.status_code >= 500:  # a proxy without the gateway, or a gateway that is ending
-            self._unreached(f"HTTP {answer.status_code}")
+            self._note_unreached(f"HTTP {answer.status_code}")
             return None
         self._reached, self._told = time.monotonic(), False
         if answer.status_code == 204:
@@ -146,7 +146,7 @@ class AgentWorker:
         found: dict[str, Any] = answer.json()
         return found
 
-    def _unreached(self, reason: str) -> None:
+    def _note_unreached(self, reason: str) -> None:
         if not self._told:
             self._told = True
             self._note(f"no gateway answers at {self._settings.gateway} ({reason}); waiting")

@@ -109,6 +109,19 @@ def test_rows_of_another_version_of_repair_are_told() -> None:
         check_row({"prompt": row["prompt"]})
 
 
+def test_rows_that_were_made_for_another_tool_are_told(home: Path, tmp_path: Path) -> None:
+    keywords = {"tools_kwargs": {"peek": {"create_kwargs": {"ground_truth": "72"}}}}
+    asking = [{"role": "user", "content": "Use `peek`."}]
+    told = Paper()
+    odd_rows = odd(home, tmp_path, prompt=asking, extra_info=keywords)
+    read_inputs(run_config(home, tmp_path / "out", odd_rows), told.console)
+    assert "the prompt of row odd:0 speaks of the tool peek, for which the row has tools_kwargs, but the" in told.text
+    assert "tools of the run are calculator; offer that tool, or make rows for these" in told.text
+    silent = Paper()
+    read_inputs(run_config(home, tmp_path / "out", odd(home, tmp_path, extra_info=keywords)), silent.console)
+    assert "speaks of the tool" not in silent.text, "keywords alone may be for another run of the same rows"
+
+
 def test_a_batch_larger_than_the_data_is_told(paper: Paper) -> None:
     warn_of_repeats(40, 32, paper.console)
     assert not paper.text

@@ -458,10 +458,8 @@ def test_a_sampled_episode_is_compared_with_a_sampled_one(browser: Browser, tmp_
         greedy = replace(sampled, id=f"v{step:06d}-00000-greedy-0")
         folder.log_episodes(step, [sampled, greedy], validate=True)
     with served(folder.path) as url:
-        for left, right in (
-            ("v000000-00000-0", "v000010-00000-0"),
-            ("v000000-00000-greedy-0", "v000010-00000-greedy-0"),
-        ):
+        for sample in ("0", "greedy-0"):
+            left, right = f"v000000-00000-{sample}", f"v000010-00000-{sample}"
             go(browser, f"{url}#/compare?task=v:0&a=0:{left}", ".diff")
             chosen = "[...document.querySelectorAll('.diff select')].map((one) => one.value)"
             assert browser.wait(chosen) == [f"0:{left}", f"0:{right}"]

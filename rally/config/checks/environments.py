@@ -44,5 +44,5 @@ def environments(config: Config) -> Iterator[str]:
     if repeated := sorted({label for label in labels if labels.count(label) > 1}):
         yield f"env.mixture has {repeated[0]} more than once; give each entry a label of its own."
     if not any(entry.weight for entry in env.entries) and not config.trainer.val_only:
-        problem = "env.mixture has only weights of 0, so there is nothing to train on"
-        yield f"{problem}; raise one of them, or set trainer.val_only=true."
+        advice = "raise one of them, or set trainer.val_only=true"
+        yield f"env.mixture has only weights of 0, so there is nothing to train on; {advice}."

@@ -26,7 +26,7 @@ from rally.models.sharding import Ranks
 from rally.runs.build.data import env_tasks_of, environments_of, tasks_of
 from rally.runs.build.models import patches_of, stop_ids_at, tokenizer_of
 from rally.runs.env_checks import EnvCheck
-from rally.runs.row_checks import check_rows, fitting
+from rally.runs.row_checks import check_rows, fitting, missing_tools
 from rally.tools import ToolBox
 from rally.tools.base import BaseTool
 from rally.tools.limits import ToolLimits
@@ -94,6 +94,8 @@ def read_inputs(config: Config, console: RunConsole, *, train: bool = True) -> R
             return None
         task_set = fitting(tasks_of(config, files, validate=validate), codec, config, console)
         loops.update(check_rows(config, task_set, interactions, toolbox))
+        if missing := missing_tools(config, task_set, toolbox):
+            console.warn_once("missing tools", missing)
         return task_set
 
     train_tasks = train_rows or (tasks(config.data.train_files, False) if train else None)

@@ -95,7 +95,7 @@ def _allow_files() -> None:
 
 def main() -> None:
     """Serve until stdin closes, which it does when the parent ends. A process that is stopped then does not notice, so
-    the kernel kills it."""
+    the kernel kills it, and what it has started ends with it."""
     end_with_parent()
     _allow_files()
     channel: TextIO = os.fdopen(os.dup(1), "w", encoding="utf-8")

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,6 +33,9 @@ from rally.loops.registry import LoopSpec, find_loop
 from rally.tools import ToolBox
 from rally.tools.invoke import is_keyboard
 from rally.types import Episode, SamplingParams, Segment, StopReason, Task, Turn, brief, finite_number
+
+STUCK_SECONDS = 60.0  # after an agent loop was cancelled
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,9 +192,11 @@ class Runner:
         )
         loop = spec.cls.build(context, spec.options)
         params = {k: v for k, v in sampling.__dict__.items() if k not in ("seed", "max_tokens")}
+        seconds = self._hard_limit(ends_at)
         try:
-            async with asyncio.timeout(self._hard_limit(ends_at)) as limit:
-                return await loop.run(params, **job.task.row)
+            with _reported(job, spec.cls.__name__, seconds):
+                async with asyncio.timeout(seconds) as limit:
+                    return await loop.run(params, **job.task.row)
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -239,6 +245,24 @@ class Runner:
             timings=timings,
             extra=extra,
         )
+
+
+@contextmanager
+def _reported(job: Job, loop: str, seconds: float | None) -> Iterator[None]:
+    """A block that is reported if it has not ended long after it was cancelled: code that catches CancelledError cannot
+    be ended, and the step waits for it."""
+    if seconds is None:
+        yield
+        return
+    problem = (
+        f"the agent loop {loop} of episode {job.episode_id} has not ended {STUCK_SECONDS:g} s after it was cancelled, "
+        "and its step waits for it; let it pass CancelledError on, and clean up faster"
+    )
+    timer = asyncio.get_running_loop().call_later(seconds + STUCK_SECONDS, _log.warning, problem)
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _played(task: Task, output: AgentLoopOutput | None) -> Task:

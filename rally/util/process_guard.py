@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from types import FrameType
 
 PR_SET_PDEATHSIG = 1
+OPEN_MAX = 2**31 - 1
 
 
 def main(seconds: float, command: list[str]) -> None:
@@ -38,8 +41,36 @@ def main(seconds: float, command: list[str]) -> None:
 
 def end_with_parent() -> None:
     """The kernel kills this process when the thread that started it ends: also if it hangs or is stopped, and does not
-    notice the end of its input."""
+    notice the end of its input. However it ends, what it has started in its process group ends too. Call it first."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getpgrp() == os.getpid():
+        with suppress(OSError):  # an old kernel, which cannot tell a process of the end of another
+            _end_group_with(os.pidfd_open(os.getpid()))
+
+
+def _end_group_with(leader: int) -> None:
+    """A small process of the same group kills the group when its leader has ended, who cannot do so when it is killed.
+    It is nobody's child, so a program that waits for all its children does not wait for it."""
+    if (child := os.fork()) == 0:
+        try:
+            if os.fork() == 0:
+                _kill_group_after(leader)
+        finally:
+            os._exit(0)
+    os.close(leader)
+    os.waitpid(child, 0)
+
+
+def _kill_group_after(leader: int) -> None:
+    nothing = os.open(os.devnull, os.O_RDWR)  # the pipes of the leader must end with it
+    for number in (0, 1, 2):
+        os.dup2(nothing, number)
+    own = os.dup2(leader, 3)
+    os.closerange(own + 1, OPEN_MAX)
+    ended = select.poll()
+    ended.register(own, select.POLLIN)
+    ended.poll()
+    os.killpg(0, signal.SIGKILL)
 
 
 def _end_with_guard() -> None:

@@ -87,7 +87,7 @@ class SealedStore(Store):
     def _encrypted(self, nonce: bytes, content: bytes) -> bytes:
         """Encrypt, or decrypt what is encrypted."""
         blocks = range(-(-len(content) // BLOCK_BYTES))
-        stream = b"".join(hmac.digest(self._cipher, nonce + block.to_bytes(8), "sha256") for block in blocks)
+        stream = b"".join(hmac.digest(self._cipher, nonce + block.to_bytes(8, "big"), "sha256") for block in blocks)
         return bytes(a ^ b for a, b in zip(content, stream, strict=False))
 
 

@@ -88,7 +88,7 @@ def runner_of(tiny: ChatCodec, lost_after: float = 20.0, **settings: Any) -> Run
     return make_runner(tiny, [Reply(said(tiny, "four"))], loops=loops, loop="black_box", **settings)
 
 
-def until(condition: Callable[[], Any], seconds: float = 120.0) -> None:
+def until(condition: Callable[[], Any], seconds: float = 240) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it never happened"

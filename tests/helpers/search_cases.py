@@ -2,11 +2,13 @@
 
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +29,13 @@ def write_corpus(path: Path, rows: Iterable[Any] = CORPUS) -> Path:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port for a server that starts later. It is below those that the kernel gives to outgoing connections, one of
+    which could have it by then."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 class Server:

@@ -1,11 +1,12 @@
 """A tiny model that has memorised one tool call, and a `rally serve engine` process that serves it."""
 
 import os
+import random
 import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -64,10 +65,13 @@ def learn_call(model: PreTrainedModel, codec: ChatCodec) -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port for a server that starts later. It is below those that the kernel gives to outgoing connections, one of
+    which could have it by then."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 START_SECONDS = 280  # less than the limit of a test; one that ends is noticed at once

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from loop_cases import (
@@ -256,6 +256,32 @@ async def test_a_loop_that_knows_no_deadline_is_ended_in_words(tiny: ChatCodec) 
     episode = (await hold(runner)).episode
     assert episode.stop_reason is StopReason.ERROR
     assert "Endless ran far past rollout.episode_timeout=0.01 " in (episode.error or "")
+
+
+class Stubborn(AgentLoopBase):
+    async def run(self, sampling_params: dict[str, Any], **row_fields: Any) -> AgentLoopOutput:
+        while not self.over.is_set():
+            try:
+                await self.over.wait()
+            except asyncio.CancelledError:
+                continue
+        raise RuntimeError("over")
+
+    over: ClassVar[asyncio.Event]
+
+
+async def test_a_loop_that_ignores_its_cancellation_is_reported(
+    tiny: ChatCodec, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("rally.loops.runner.STUCK_SECONDS", 0.05)
+    Stubborn.over = asyncio.Event()
+    runner = make_runner(tiny, loop="stubborn", loops={"stubborn": LoopSpec(Stubborn)}, episode_timeout=0.01)
+    held = asyncio.create_task(hold(runner))
+    async with asyncio.timeout(60):
+        while "Stubborn of episode e0 has not ended 0.05 s after it was cancelled" not in caplog.text:
+            await asyncio.sleep(0.01)
+    Stubborn.over.set()
+    assert (await held).episode.stop_reason is StopReason.ERROR
 
 
 async def test_one_failing_episode_leaves_the_others_alone(tiny: ChatCodec) -> None:

@@ -144,11 +144,12 @@ def episode(truth):
 
 async def main():
     spec = RewardSpec(path=sys.argv[1])
-    async with Scorer(spec, 1, 1.0) as idle, Scorer(spec, 1, 1.0) as busy:
+    async with Scorer(spec, 1, 60.0) as idle, Scorer(spec, 1, 60.0) as busy:
         pids = [(await scorer.score(episode("pid"))).info["pid"] for scorer in (idle, busy)]
         hanging = asyncio.create_task(busy.score(episode("hang")))
-        await asyncio.sleep(0.1)
-        print(*pids, flush=True)
+        while not (children := open(f"/proc/{pids[1]}/task/{pids[1]}/children").read()):
+            await asyncio.sleep(0.01)
+        print(*pids, children, flush=True)
         await asyncio.sleep(60)
 
 asyncio.run(main())
@@ -162,9 +163,10 @@ def test_workers_end_when_the_parent_is_killed(write_reward: Any) -> None:
         assert parent.stdout is not None
         pids = [int(word) for word in parent.stdout.readline().split()]
         parent.kill()
-    assert len(pids) == 2
+    assert len(pids) == 3
     assert wait_until_gone(pids[:1], 30) == [], "the idle one sees the end of its input"
-    assert wait_until_gone(pids[1:], 30) == [], "the kernel kills the one that hangs"
+    assert wait_until_gone(pids[1:2], 30) == [], "the kernel kills the one that hangs"
+    assert wait_until_gone(pids[2:], 30) == [], "and what it has started ends with it"
 
 
 def test_a_stopped_worker_ends_when_the_parent_is_killed(write_reward: Any) -> None:

@@ -3,11 +3,13 @@
 import asyncio
 import base64
 import os
+import random
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +26,13 @@ RESULT_FIELDS = {"status", "execution_time", "return_code", "stdout", "stderr"}
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+    """A port for a server that starts later. It is below those that the kernel gives to outgoing connections, one of
+    which could have it by then."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def started(port: int, *options: str) -> subprocess.Popen[bytes]:

@@ -188,23 +188,26 @@ def _form(
     sealed = SealedStore(PrefixStore(invitation.name, store), invitation.secret.encode())
     _meet(sealed, invitation, given_up)
 
-    def check(group: Any) -> None:
+    def check(group: Any) -> str | None:
         try:
-            _check_members(group, invitation, device)
-        except BaseException:
-            _abort(group)
-            raise
+            return _problem_of_members(group, invitation, device)
+        except RuntimeError as problem:
+            return str(problem)
 
     with gloo_on(interface):
         rank, size = invitation.rank, invitation.size
-        group, _ = peer_group(invitation.backend, device, sealed, rank, size, invitation.seconds, check)
+        group, problem = peer_group(invitation.backend, device, sealed, rank, size, invitation.seconds, check)
     sealed.close()
+    if problem is not None:
+        _abort(group)
+        del group  # an exception would keep it; its end joins threads, which a fork that collects garbage lacks
+        raise GroupError(problem)
     return group, sealed
 
 
-def _check_members(group: Any, invitation: GroupInvitation, device: torch.device) -> None:
-    """Raise unless every member knows the secret: over every connection with gloo. NCCL makes connections only with a
-    random number of the group, which the store keeps secret."""
+def _problem_of_members(group: Any, invitation: GroupInvitation, device: torch.device) -> str | None:
+    """None if every member knows the secret: over every connection with gloo. NCCL makes connections only with a random
+    number of the group, which the store keeps secret."""
     secret, rank, members = invitation.secret.encode(), invitation.rank, range(invitation.size)
     if invitation.backend == GLOO:
         sent, expected = membership_proofs(secret, 0, rank, members)
@@ -215,8 +218,9 @@ def _check_members(group: Any, invitation: GroupInvitation, device: torch.device
         parts = [torch.zeros_like(proof, device=device) for proof in expected]
         group.allgather([parts], [expected[rank].to(device)]).wait()
         got = torch.stack(parts).cpu()
-    if not torch.equal(got, expected):
-        raise GroupError("a process that is no server of this run has joined the group of its weights")
+    if torch.equal(got, expected):
+        return None
+    return "a process that is no server of this run has joined the group of its weights"
 
 
 def _abort(group: Any) -> None:

@@ -116,6 +116,7 @@ def test_rally_serve_announces_itself_while_it_runs(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RALLY_ENGINE_TOKEN", raising=False)
+    before = signal.getsignal(signal.SIGTERM)  # Ray, in another test, leaves a handler of its own
     seen: list[dict[str, str]] = []
 
     def serve(*_: object, **__: object) -> None:
@@ -130,7 +131,7 @@ def test_rally_serve_announces_itself_while_it_runs(
     assert "--join needs an address" in str(CliRunner().invoke(app, [*options, "--port", "0"]).exception)
 
     def ended_by_a_signal(*_: object, **__: object) -> None:  # as uvicorn.run does
-        assert file_names() and signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        assert file_names() and signal.getsignal(signal.SIGTERM) is not before
         signal.raise_signal(signal.SIGTERM)
 
     def file_names() -> list[str]:
@@ -138,7 +139,7 @@ def test_rally_serve_announces_itself_while_it_runs(
 
     monkeypatch.setattr("uvicorn.run", ended_by_a_signal)
     assert CliRunner().invoke(app, [*options, "--port", "18734"]).exit_code == 143
-    assert not file_names() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert not file_names() and signal.getsignal(signal.SIGTERM) is before
 
 
 def test_announcements_that_cannot_be_read_end_nothing_and_reveal_nothing(

@@ -337,8 +337,12 @@ def _check(settings: SurrogateSettings, device: torch.device | None) -> None:
     if not together.gradient_M.any():
         raise PolicyLossError(f"{problem} has a gradient of 0 at each made-up token; correct the function")
     for row in (0, 1, 2):
-        here = _Trial(*(one_M[_row_M == row] for one_M in together))
-        if not _close(here, _tried(settings, [row], device)):
+        here = _Trial(together.loss_M[_row_M == row], together.gradient_M[_row_M == row])
+        alone = _tried(settings, [row], device)
+        if alone.names != together.names:  # a mean over the mini-batch counts all its tokens
+            other = ", ".join(sorted(alone.names ^ together.names))
+            raise PolicyLossError(f"{problem} gives {other} for some tokens only; give each value every time")
+        if not _close(here, alone):
             raise PolicyLossError(
                 f"{problem} gives a row other numbers beside other rows than alone, so they would depend on the "
                 "division into micro-batches; compute them from each row by itself"
@@ -356,10 +360,11 @@ _advantages_M = torch.tensor([2.0, 2.0, 2.0, -1.5, 0.25, 0.25, 0.25, 0.25])
 class _Trial(NamedTuple):
     loss_M: Tensor
     gradient_M: Tensor
+    names: frozenset[str] = frozenset()  # of its values
 
 
 def _close(one: _Trial, other: _Trial) -> bool:
-    return all(torch.allclose(a_M, b_M, rtol=1e-4, atol=1e-6) for a_M, b_M in zip(one, other, strict=True))
+    return all(torch.allclose(a_M, b_M, rtol=1e-4, atol=1e-6) for a_M, b_M in zip(one[:2], other[:2], strict=True))
 
 
 def _tried(settings: SurrogateSettings, rows: list[int], device: torch.device | None) -> _Trial:
@@ -390,4 +395,4 @@ def _tried(settings: SurrogateSettings, rows: list[int], device: torch.device | 
         raise PolicyLossError(f"{problem} does not depend on tokens.logp_M, so nothing would be trained; use it")
     if not (made.loss_M.isfinite().all() and gradient_M.isfinite().all()):
         raise PolicyLossError(f"{problem} or its gradient is not finite on made-up tokens; correct the function")
-    return _Trial(made.loss_M.detach().cpu(), gradient_M.cpu())
+    return _Trial(made.loss_M.detach().cpu(), gradient_M.cpu(), frozenset(made.values))

@@ -61,6 +61,12 @@ def changing(tokens: Sampled, settings: Any) -> Tensor:
     return -tokens.advantages_M.mul_(2.0) * tokens.logp_M
 
 
+def sometimes(tokens: Sampled, settings: Any) -> PolicyLoss:
+    loss_M = -tokens.advantages_M * tokens.logp_M
+    values = {"falling": loss_M} if (tokens.advantages_M < 0).any() else {}
+    return PolicyLoss(loss_M, *[torch.zeros_like(loss_M)] * 2, values)
+
+
 UNUSABLE: list[tuple[str, Callable[[Sampled, Any], Any]]] = [
     ("other numbers beside other rows", lambda tokens, _: -at_rows(tokens) * tokens.logp_M),
     ("other numbers beside other rows", lambda tokens, _: -tokens.logp_M / len(tokens.logp_M)),
@@ -68,6 +74,7 @@ UNUSABLE: list[tuple[str, Callable[[Sampled, Any], Any]]] = [
     ("does not depend on tokens.logp_M", lambda tokens, _: -tokens.logp_M.detach()),
     ("use no random numbers", lambda tokens, _: -tokens.logp_M * (torch.rand_like(tokens.logp_M) < 0.5)),
     ("has a gradient of 0 at each", lambda tokens, _: -tokens.advantages_M * tokens.logp_M * 0),
+    ("gives falling for some tokens only", sometimes),
     ("changes the tensors that it gets", changing),
     ("returns a tuple; return one tensor or a PolicyLoss", lambda tokens, _: (tokens.logp_M, {})),
     ("clipped_M as NoneType for 8", lambda tokens, _: PolicyLoss(tokens.logp_M, None, None)),  # type: ignore[arg-type]

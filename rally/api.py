@@ -13,14 +13,18 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
+
 from rally import distributed, importing
 from rally.config import Config, load_config
-from rally.config.yaml_files import Tree, put
+from rally.config.yaml_files import Tree, at, leaves, merge, put
 from rally.data import write_rows
+from rally.redact import HIDDEN
 from rally.rewards.completions import takes_completions
 from rally.runs.build.run_inputs import RunOutcome
 from rally.runs.dry_run import dry_run
@@ -32,7 +36,7 @@ from rally.util.atomic_files import atomic_file
 from rally.util.subprocesses import start_tied
 
 Rows = str | Path | Iterable[Mapping[str, Any]]
-"""A file of rows, or rows: a list of mappings, a data set of the package datasets, or a DataFrame."""
+"""A file of rows, or rows: a list of mappings, a data set of the package datasets, a DataFrame or a pyarrow Table."""
 
 PROGRAM = """
 import runpy
@@ -44,6 +48,7 @@ runpy.run_module("rally.cli", run_name="__main__")
 COLOURS = ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
 """Variables of a notebook by which a progress bar would take its output for a terminal."""
 SOURCE = "rows"  # data_source of rows that name none
+IN_ROWS = ("agent_name", "tools", "images")  # columns of complete rows that rows with an answer may have
 
 
 class TrainerError(RallyError):
@@ -56,7 +61,8 @@ class AgentTrainer:
     Args:
         model: a folder or a name on the Hub.
         rows: mappings with `prompt` (text or messages) and `answer`, or complete rows (docs/data.md), or their file.
-            Further entries reach the reward function in `extra_info`.
+            `data_source`, `images`, `agent_name` and `tools` are as there; further entries reach the reward function
+            in `extra_info`.
         reward: a function of (data_source, solution_str, ground_truth, extra_info) in a file of yours, or, as in TRL,
             one or several of (prompts, completions, and columns of the rows). Without it, complete rows name built-in
             ones.
@@ -64,7 +70,8 @@ class AgentTrainer:
         tools: typed functions in a file of yours.
         val_rows: rows to validate on.
         out: the run folder.
-        keys: any other keys of the configuration, such as {"trainer.total_training_steps": 10}; they win.
+        keys: any other keys of the configuration, such as {"trainer.total_training_steps": 10}; they win,
+            and a warning names those that contradict an argument.
     """
 
     def __init__(
@@ -80,7 +87,7 @@ class AgentTrainer:
         keys: Mapping[str, Any] | None = None,
         console: RunConsole | None = None,
     ) -> None:
-        if file := importing.file_being_imported():
+        if file := importing.being_imported():
             raise TrainerError(
                 f"a process of the run imports {file} for a function of it, and would start another run; make the "
                 "AgentTrainer under if __name__ == '__main__':"
@@ -98,8 +105,13 @@ class AgentTrainer:
         if tools:
             given["actor_rollout_ref.rollout.multi_turn.function_tool_path"] = self._tools_file(tools)
         tree: Tree = {}
-        for key, value in {**given, **(keys or {})}.items():
+        for key, value in given.items():
             tree = put(tree, key, value)
+        for key, value in (keys or {}).items():
+            tree = merge(tree, put({}, key, value))  # a section leaves the others of its keys as they are
+        if other := [key for key, value in given.items() if at(tree, key) != value]:
+            text = f"keys sets {', '.join(other)}, so what the arguments of AgentTrainer say of it has no effect"
+            warnings.warn(text, stacklevel=2)
         self.config: Config = load_config(base=tree)
 
     def train(self) -> RunOutcome:
@@ -143,8 +155,13 @@ class AgentTrainer:
     def _file_of(self, rows: Rows, name: str, reward: object) -> str:
         if isinstance(rows, str | Path):
             return str(rows)
-        frame: Any = rows
-        records = frame.to_dict("records") if hasattr(rows, "iloc") else rows  # of a DataFrame
+        records: Any = rows
+        if hasattr(records, "iloc"):  # pandas, where NaN, NaT and NA say that a value is missing
+            records = records.astype(object).where(records.notna(), None).to_dict("records")
+        elif hasattr(records, "to_dicts"):  # polars
+            records = records.to_dicts()
+        elif hasattr(records, "to_pylist"):  # pyarrow
+            records = records.to_pylist()
         complete = [_complete(row, number, reward) for number, row in enumerate(records)]
         if not complete:
             raise TrainerError(f"there are no {name} rows; give at least one")
@@ -156,18 +173,23 @@ class AgentTrainer:
         return str(path)
 
     def _tools_file(self, tools: Sequence[Callable[..., Any]]) -> str:
-        lines = ["from rally.tools.loader import function_tool_of", ""]
-        for number, tool in enumerate(tools):
-            place = _place_of(tool.function if isinstance(tool, FunctionTool) else tool, "a tool")
-            lines.append(f"tool_{number} = function_tool_of({place.module!r}, {place.name!r})")
-        return self._written("tools", lines)
+        functions = [tool.function if isinstance(tool, FunctionTool) else tool for tool in tools]
+        places = [tuple(_place_of(function, "a tool")) for function in functions]
+        names = ", ".join(f"tool_{number}" for number in range(len(places)))
+        made = f"[{names}] = function_tools_of({places!r})"
+        return self._written("tools", ["from rally.tools.loader import function_tools_of", "", made])
 
     def _elsewhere(self, command: str) -> RunOutcome:
         """Run `rally train` or `rally eval` as a child process and show what it prints."""
-        path = self._inputs / f"{command}.yaml"
+        path, text = self._inputs / f"{command}.yaml", self.config.to_yaml()
+        if hidden := [key for key, value in leaves(yaml.safe_load(text)) if HIDDEN in str(value)]:
+            raise TrainerError(
+                f"{', '.join(hidden)} has a secret, and a run of a notebook reads its keys from a file, which gets no "
+                'secrets; put it into os.environ["MY_API_KEY"] and write "${oc.env:MY_API_KEY}" instead'
+            )
         self._inputs.mkdir(parents=True, exist_ok=True)
         with atomic_file(path) as part:
-            part.write_text(self.config.to_yaml(), encoding="utf-8")
+            part.write_text(text, encoding="utf-8")
         words = [sys.executable, "-c", PROGRAM, command, str(path)]
         folders = [str(Path(entry or Path.cwd()).absolute()) for entry in sys.path]  # where this process finds modules
         environment = {name: value for name, value in os.environ.items() if name not in COLOURS}
@@ -220,30 +242,41 @@ def _place_of(function: Callable[..., Any], what: str) -> _Place:
     found = getattr(module, name, None)
     if found is not function and getattr(found, "function", None) is not function:
         raise TrainerError(f"{what} {name} is not what {file} has under this name; give the function itself")
-    inside = "." in module.__name__ or (module.__name__ != "__main__" and hasattr(module, "__path__"))
-    return _Place(f"pkg://{module.__name__}" if inside else str(Path(file).absolute()), name)
+    known = module.__name__
+    if known == "__main__" and module.__spec__ is not None:  # of python -m
+        known = module.__spec__.name
+    inside = "." in known or (known != "__main__" and hasattr(module, "__path__"))
+    return _Place(f"pkg://{known}" if inside else str(Path(file).absolute()), name)
 
 
 def _complete(row: object, number: int, reward: object) -> dict[str, Any]:
     """The row in the form of files (docs/data.md)."""
     if not isinstance(row, Mapping):
         raise TrainerError(f"row {number} is a {type(row).__name__}; give mappings with prompt and answer")
-    if "data_source" in row or "reward_model" in row:
+    in_columns = reward is not None and (not callable(reward) or takes_completions(reward))  # a function names columns
+    if "reward_model" in row or ("data_source" in row and "answer" not in row and not in_columns):
         return dict(row)
-    if reward is None:
+    if reward is None and "data_source" not in row:
         raise TrainerError(f"row {number} has no data_source, and there is no reward function; give reward=")
-    in_columns = not callable(reward) or takes_completions(reward)  # a function of completions names its columns
-    missing = [name for name in ("prompt", *(() if in_columns else ("answer",))) if row.get(name) is None]
+    needed = ("prompt", *(() if in_columns else ("answer",)))
+    missing = [name for name in needed if _is_missing(row.get(name))]
     if missing:
         raise TrainerError(f"row {number} has no {' and no '.join(missing)}, but {', '.join(map(str, row))}; add it")
     prompt, answer = row["prompt"], row.get("answer")
-    others = {name: value for name, value in row.items() if name != "prompt" and (in_columns or name != "answer")}
+    read = {"prompt", *IN_ROWS, *(() if in_columns else ("answer", "data_source"))}
+    others = {name: value for name, value in row.items() if name not in read}
     return {
-        "data_source": SOURCE,
+        "data_source": row.get("data_source", SOURCE),
         "prompt": [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt,
-        "reward_model": {"style": "model"} if answer is None else {"style": "rule", "ground_truth": answer},
+        "reward_model": {"style": "model"} if _is_missing(answer) else {"style": "rule", "ground_truth": answer},
+        **{name: row[name] for name in IN_ROWS if name in row},
         **({"extra_info": others} if others else {}),
     }
+
+
+def _is_missing(value: object) -> bool:
+    """Whether it is None or not a number, as a data set marks what a row does not have."""
+    return value is None or (isinstance(value, float) and value != value)
 
 
 def _in_event_loop() -> bool:

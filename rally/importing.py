@@ -8,17 +8,18 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from rally.types import RallyError
 
-_being_imported: list[Path] = []
+_being_imported: list[Path | str] = []
 
 
-def file_being_imported() -> Path | None:
-    """The file that `import_file` executes now; None if it executes none."""
+def being_imported() -> Path | str | None:
+    """The file or module that a function of this file imports now; None if there is none."""
     return _being_imported[-1] if _being_imported else None
 
 
@@ -34,14 +35,23 @@ def import_path(path: str, kind: str) -> ModuleType:
     return import_module(dotted)
 
 
+def import_functions(places: Sequence[tuple[str, str]], kind: str) -> list[Any]:
+    """What (path, name) names, for each of `places`. Functions of one file share its module, which runs once."""
+    modules = {path: import_path(path, kind) for path in dict.fromkeys(path for path, _ in places)}
+    return [getattr(modules[path], name) for path, name in places]
+
+
 def import_module(name: str) -> ModuleType:
     """Import a module by its dotted name, from the import path or the working directory."""
     offer_verl_names()
     look_in(Path.cwd())
+    _being_imported.append(name)
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit, GeneratorExit) as error:  # user code may raise anything
         raise ImportFailed(reason_of(error)) from error
+    finally:
+        _being_imported.pop()
 
 
 def import_file(path: Path, kind: str) -> ModuleType:

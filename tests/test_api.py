@@ -5,20 +5,23 @@ import io
 import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from train_cases import Paper
 
 import rally
 from rally.api import AgentTrainer, TrainerError
 from rally.config import load_config
-from rally.data import load_tasks
-from rally.importing import ImportFailed, import_file
+from rally.data import DataError, load_tasks
+from rally.importing import ImportFailed, import_file, import_path
 from rally.rewards.custom_functions import load_reward_function
 from rally.runs.train import train
+from rally.tools.function_tool import FunctionTool
 from rally.tools.loader import load_function_tools
 from rally.track import RunFolder
 from rally.train.interrupt_signals import RunStopped
@@ -43,7 +46,7 @@ def twice(number: int) -> str:
     return str(2 * number)
 
 
-def reward(data_source, solution_str, ground_truth, extra_info=None):
+def reward(data_source, solution_str, ground_truth, extra_info=None, api_key=None):
     return {"score": (sum(map(ord, solution_str)) % 7) / 7, "level": extra_info["level"], "truth": len(ground_truth)}
 
 
@@ -106,6 +109,8 @@ def test_a_run_from_python_is_that_of_its_files(home: Path, tmp_path: Path, agen
     assert task.extra_info == {"level": 0} and task.data_source == "rows"
     tools = load_function_tools(str(trainer.config.function_tool_path))
     assert [tool.name for tool in tools] == ["calculator", "double"]
+    one, other = (tool.function.__globals__ for tool in tools if isinstance(tool, FunctionTool))
+    assert one is other, "the tools of a file share its state"
 
     keys = [f"trainer.default_local_dir={tmp_path / 'files'}", "trainer.experiment_name=run"]
     train(load_config(tmp_path / "run" / "config.yaml", keys), Paper().console)
@@ -174,6 +179,72 @@ def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
         import_file(script, "reward")
 
 
+def test_a_module_without_a_guard_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "unguarded.py").write_text("from rally import AgentTrainer\nAgentTrainer('model', [])\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ImportFailed, match=r"imports unguarded.*make the AgentTrainer under if __name__"):
+        import_path("pkg://unguarded", "reward")
+
+
+def test_a_program_of_a_package_is_imported_by_its_name(
+    tmp_path: Path, agent: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = ModuleType("__main__")
+    program.__file__, program.__spec__ = str(tmp_path / "program.py"), ModuleSpec("my_package.program", None)
+    monkeypatch.setitem(sys.modules, "__main__", program)
+    exec("def reward(data_source, solution_str, ground_truth, extra_info=None): return 0.0", vars(program))
+    (tmp_path / "my_package").mkdir()
+    (tmp_path / "my_package" / "program.py").write_text("")
+    assert str(AgentTrainer("m", ROWS, program.reward, out=tmp_path).config.reward_function.path).startswith("pkg://")
+
+
+def test_keys_of_a_section_leave_its_other_keys_and_contradictions_are_told(tmp_path: Path, agent: ModuleType) -> None:
+    keys = {"actor_rollout_ref.rollout.multi_turn": {"max_assistant_turns": 3}, "trainer": {"total_training_steps": 1}}
+    config = AgentTrainer("m", ROWS, agent.reward, tools=[agent.calculator], out=tmp_path / "a", keys=keys).config
+    assert config.function_tool_path is not None and config.run_dir == tmp_path / "a"
+    contradicting = {"trainer.default_local_dir": str(tmp_path / "b")}
+    with pytest.warns(UserWarning, match=r"keys sets trainer.default_local_dir, so what the arguments"):
+        config = AgentTrainer("m", ROWS, agent.reward, out=tmp_path / "a", keys=contradicting).config
+    assert config.trainer.default_local_dir == str(tmp_path / "b")
+
+
+def test_a_secret_that_the_process_of_a_notebook_would_not_get(
+    tmp_path: Path, agent: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = {**SMALL, "custom_reward_function.reward_kwargs": {"api_key": "hunter2222"}}
+    trainer = AgentTrainer("m", ROWS, agent.reward, out=tmp_path, keys=keys)
+
+    async def cell() -> None:
+        trainer.train()
+
+    with pytest.raises(TrainerError, match=r"reward_kwargs.api_key has a secret.*os.environ"):
+        asyncio.run(cell())
+
+
+class Frame:
+    """A data frame of polars, in part."""
+
+    def __iter__(self) -> Iterator[list[str]]:
+        return iter([["What is 0+1?"], ["1"]])
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        return ROWS[:1]
+
+
+def test_rows_of_other_kinds(tmp_path: Path, agent: ModuleType) -> None:
+    def task_of(rows: Any, reward: Any = agent.reward) -> Any:
+        return next(iter(load_tasks(AgentTrainer("m", rows, reward, out=tmp_path).config.data.train_files)))
+
+    for rows in (Frame(), pa.Table.from_pylist(ROWS[:1]), (row for row in ROWS[:1])):
+        assert task_of(rows).ground_truth == "1"
+    named = task_of([{"prompt": "?", "answer": "1", "data_source": "sums", "agent_name": "tool_agent"}])
+    assert (named.data_source, named.agent_name, named.extra_info) == ("sums", "tool_agent", {})
+    columns = task_of([{"prompt": "?", "solution": "2", "data_source": "sums"}], agent.right)
+    assert columns.extra_info == {"solution": "2", "data_source": "sums"} and columns.data_source == "sums"
+    with pytest.raises(DataError, match="images"):  # they are images of the prompt, and not of the reward function
+        task_of([{"prompt": "?", "answer": "1", "images": ["a.png"]}])
+
+
 def local(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
     return 0.0
 
@@ -188,6 +259,7 @@ def trl(completions: list[Any], **kwargs: Any) -> list[float]:
         ({"rows": []}, "there are no train rows"),
         ({"rows": [["a", "b"]]}, "row 0 is a list; give mappings with prompt and answer"),
         ({"rows": [{"question": "?", "answer": "1"}]}, "row 0 has no prompt, but question, answer"),
+        ({"rows": [{"prompt": "?", "answer": float("nan")}]}, "row 0 has no answer, but prompt, answer"),
         ({"rows": [{"prompt": "?"}]}, "row 0 has no answer, but prompt"),
         ({"reward": [local, local]}, "several reward functions, or weights, need functions of completions"),
         ({"reward": [trl, trl], "reward_weights": [1.0]}, "there are 2 reward functions and 1 weights; give as many"),

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from rally.platforms import fork_rng
 from rally.types import RallyError
 
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -305,24 +306,50 @@ def policy_loss(tokens: Sampled, settings: SurrogateSettings) -> PolicyLoss:
     if isinstance(made, Tensor):
         nothing = torch.zeros_like(tokens.logp_M, dtype=torch.bool)
         made = PolicyLoss(made, nothing, nothing)
+    if not isinstance(made, PolicyLoss):
+        kind = type(made).__name__
+        raise PolicyLossError(f"the policy loss {settings.mode} returns a {kind}; return one tensor or a PolicyLoss")
     return made
 
 
-def check_policy_loss(settings: SurrogateSettings) -> None:
+def check_policy_loss(settings: SurrogateSettings, device: torch.device | None = None) -> None:
     """Raise PolicyLossError unless a registered loss gives every token one finite number with a finite gradient, and
-    a row the same numbers alone and beside other rows. It is tried on eight made-up tokens of three rows."""
+    a row the same numbers alone and beside other rows. It is tried on eight made-up tokens of three rows on the
+    device, which is the CPU by default."""
     if settings.mode in BUILT_IN:
         return
-    together = _tried(settings, [0, 1, 2])
+    with fork_rng(device or torch.device("cpu")):
+        _check(settings, device)
+
+
+def _check(settings: SurrogateSettings, device: torch.device | None) -> None:
+    problem = f"the policy loss {settings.mode}"
+    tries = []
+    for seed in range(DRAWS):
+        torch.manual_seed(seed)
+        tries.append(_tried(settings, [0, 1, 2], device))
+    together = tries[0]
+    if not all(_close(together, one) for one in tries):
+        raise PolicyLossError(
+            f"{problem} gives the same tokens other numbers each time, so they would depend on the division into "
+            "micro-batches; use no random numbers"
+        )
+    if not together.gradient_M.any():
+        raise PolicyLossError(f"{problem} has a gradient of 0 at each made-up token; correct the function")
     for row in (0, 1, 2):
-        for together_M, alone_M in zip(together, _tried(settings, [row]), strict=True):
-            if not torch.allclose(together_M[_row_M == row], alone_M, rtol=1e-4, atol=1e-6):
-                raise PolicyLossError(
-                    f"the policy loss {settings.mode} gives a row other numbers beside other rows than alone, so they "
-                    "would depend on the division into micro-batches; compute them from each row by itself"
-                )
+        here = _Trial(together.loss_M[_row_M == row], together.gradient_M[_row_M == row])
+        alone = _tried(settings, [row], device)
+        if alone.names != together.names:  # a mean over the mini-batch counts all its tokens
+            other = ", ".join(sorted(alone.names ^ together.names))
+            raise PolicyLossError(f"{problem} gives {other} for some tokens only; give each value every time")
+        if not _close(here, alone):
+            raise PolicyLossError(
+                f"{problem} gives a row other numbers beside other rows than alone, so they would depend on the "
+                "division into micro-batches; compute them from each row by itself"
+            )
 
 
+DRAWS = 3
 # Likely and unlikely tokens with large and small advantages, so that thresholds of a loss are crossed.
 _row_M = torch.tensor([0, 0, 0, 1, 2, 2, 2, 2])
 _old_M = torch.tensor([-0.01, -6.0, -1.0, -3.0, -0.5, -9.0, -2.0, -0.1])
@@ -333,14 +360,20 @@ _advantages_M = torch.tensor([2.0, 2.0, 2.0, -1.5, 0.25, 0.25, 0.25, 0.25])
 class _Trial(NamedTuple):
     loss_M: Tensor
     gradient_M: Tensor
+    names: frozenset[str] = frozenset()  # of its values
 
 
-def _tried(settings: SurrogateSettings, rows: list[int]) -> _Trial:
+def _close(one: _Trial, other: _Trial) -> bool:
+    return all(torch.allclose(a_M, b_M, rtol=1e-4, atol=1e-6) for a_M, b_M in zip(one[:2], other[:2], strict=True))
+
+
+def _tried(settings: SurrogateSettings, rows: list[int], device: torch.device | None) -> _Trial:
     """A registered loss and its gradient, for some of the made-up rows in one micro-batch."""
     problem = f"the policy loss {settings.mode}"
     in_M = torch.isin(_row_M, torch.tensor(rows))
-    logp_M = (_old_M + _moved_M)[in_M].requires_grad_()
-    tokens = Sampled(logp_M, _old_M[in_M], _advantages_M[in_M], _row_M[in_M] - rows[0], len(rows))
+    given = [one[in_M].to(device) for one in (_old_M + _moved_M, _old_M, _advantages_M, _row_M - rows[0])]
+    logp_M, old_M, advantages_M, row_M = (one.clone() for one in given)
+    tokens = Sampled(logp_M.requires_grad_(), old_M, advantages_M, row_M, len(rows))
     try:
         made = policy_loss(tokens, settings)
     except RallyError:
@@ -348,7 +381,10 @@ def _tried(settings: SurrogateSettings, rows: list[int]) -> _Trial:
     except Exception as error:  # the function is the user's
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise PolicyLossError(f"{problem} fails on made-up tokens: {reason}; correct the function") from error
-    for name, value_M in {"the loss": made.loss_M, **made.values}.items():
+    if not all(torch.equal(one, other) for one, other in zip(given, tokens[:4], strict=True)):
+        raise PolicyLossError(f"{problem} changes the tensors that it gets; work on copies")
+    clipped = {"clipped_M": made.clipped_M, "clipped_lower_M": made.clipped_lower_M}
+    for name, value_M in {"the loss": made.loss_M, **clipped, **made.values}.items():
         if not isinstance(value_M, Tensor) or value_M.shape != logp_M.shape:
             found = list(value_M.shape) if isinstance(value_M, Tensor) else type(value_M).__name__
             raise PolicyLossError(f"{problem} gives {name} as {found} for {len(logp_M)} tokens; give each one a number")
@@ -359,4 +395,4 @@ def _tried(settings: SurrogateSettings, rows: list[int]) -> _Trial:
         raise PolicyLossError(f"{problem} does not depend on tokens.logp_M, so nothing would be trained; use it")
     if not (made.loss_M.isfinite().all() and gradient_M.isfinite().all()):
         raise PolicyLossError(f"{problem} or its gradient is not finite on made-up tokens; correct the function")
-    return _Trial(made.loss_M.detach(), gradient_M)
+    return _Trial(made.loss_M.detach().cpu(), gradient_M.cpu(), frozenset(made.values))

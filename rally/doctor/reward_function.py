@@ -81,7 +81,9 @@ def reward(case: DoctorCase) -> Iterator[Finding]:
     spec = build.reward_spec_of(case.config)
     for task in reversed(tasks):
         user_answer = case.options.answer if task is case.tasks[0] else None
-        answers = [*good_answers(task, user_answer), CandidateAnswer(BAD, 1), CandidateAnswer(BAD, 2)]
+        known = user_answer is not None or task.ground_truth is not None
+        good = good_answers(task, user_answer) if known else []
+        answers = [*good, CandidateAnswer(BAD, 1), CandidateAnswer(BAD, 2)]
         episodes = [episode_of(task, answer) for answer in answers]
         scores = asyncio.run(_score(spec, case.config.reward.timeout, episodes))
         yield judge(task, [ScoredCandidate(*pair) for pair in zip(answers, scores, strict=True)], spec, user_answer)
@@ -124,6 +126,11 @@ def judge(task: Task, tried: Sequence[ScoredCandidate], spec: RewardSpec, user_a
     if failed is not None:
         problem = f"{task.data_source}: the reward function failed on {failed.answer.text!r} ({failed.score.error})"
         return Finding("reward", "error", f"{problem}; fix it, or the row {task.id}")
+    if all(one.answer.text == BAD for one in tried):
+        problem = (
+            f"{task.data_source}: the function scores {BAD!r} {tried[0].earned:g}, and row {task.id} has no ground"
+        )
+        return Finding("reward", "warning", f"{problem} truth to score; give an answer with --answer 'TEXT'")
     lowest = {one.answer.rounds: one.earned for one in tried if one.answer.text == BAD}
     best = max((one for one in tried if one.answer.text != BAD), key=lambda one: one.earned - lowest[one.answer.rounds])
     earned = f"{best.answer.text!r} scores {best.earned:g}, {BAD!r} {lowest[best.answer.rounds]:g}"

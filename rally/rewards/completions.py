@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rally.importing import import_path
+from rally.importing import import_functions
 from rally.rewards.score import FACTS, RewardError
 
 GIVEN = ("prompts", "completions", "completion_ids", "log_extra", "log_metric")
@@ -28,7 +28,7 @@ def takes_completions(function: Callable[..., Any]) -> bool:
 
 def completions_reward(places: Sequence[tuple[str, str]], weights: Sequence[float]) -> CompletionsReward:
     """The functions at (module or file, name) as one."""
-    return CompletionsReward([getattr(import_path(path, "reward"), name) for path, name in places], weights)
+    return CompletionsReward(import_functions(places, "reward"), weights)
 
 
 class CompletionsReward:
@@ -46,6 +46,16 @@ class CompletionsReward:
             raise RewardError("reward functions over completions need different names and a weight each; correct them")
         if clash := sorted(set(self._kwargs) & set(GIVEN)):
             raise RewardError(f"reward_kwargs.{clash[0]} is always set from the episodes; remove it from reward_kwargs")
+        parameters = [p for f in functions for p in inspect.signature(f).parameters.values()]
+        taken = {p.name for p in parameters}
+        if unknown := [] if any(map(_is_free, parameters)) else [name for name in self._kwargs if name not in taken]:
+            raise RewardError(f"no reward function takes reward_kwargs.{unknown[0]}; remove it, or add the parameter")
+        if unnamed := next((p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty), None):
+            raise RewardError(f"reward functions get their arguments by name; let {unnamed} be given by its name")
+
+    def with_kwargs(self, kwargs: Mapping[str, Any]) -> CompletionsReward:
+        """The same functions, which also get these arguments."""
+        return CompletionsReward(list(self._functions.values()), self._weights, {**self._kwargs, **kwargs})
 
     @property
     def needs_ids(self) -> bool:
@@ -55,6 +65,7 @@ class CompletionsReward:
         """The score of each request of a batch, with the numbers of the single functions."""
         logged: list[dict[str, Any]] = [{} for _ in requests]
         columns = self._columns(requests)
+        scores: dict[str, list[float | None]] = {}
         for name, function in self._functions.items():
             value = function(**self._arguments(name, function, columns, logged))
             numbers = list(await value if inspect.isawaitable(value) else value)
@@ -63,16 +74,17 @@ class CompletionsReward:
                     f"the reward function {name} returned {len(numbers)} numbers for {len(requests)} episodes; "
                     "return one for each"
                 )
-            for info, number in zip(logged, numbers, strict=True):
+            for number in numbers:
                 if number is not None and not hasattr(number, "__float__"):
                     kind = type(number).__name__
                     raise RewardError(f"the reward function {name} returned a list of {kind}; return numbers or None")
-                info[name] = None if number is None else float(number)
-        return [{**info, "score": self._sum(info)} for info in logged]
+            scores[name] = [None if number is None else float(number) for number in numbers]
+        single = [dict(zip(scores, row, strict=True)) for row in zip(*scores.values(), strict=True)]
+        return [{**info, **row, "score": self._sum(row)} for info, row in zip(logged, single, strict=True)]
 
-    def _sum(self, info: Mapping[str, Any]) -> float | None:
+    def _sum(self, single: Mapping[str, float | None]) -> float | None:
         """The weighted sum over the functions that scored the episode; None, which is an error of it, if none did."""
-        numbers = zip(self._weights, (info[name] for name in self._functions), strict=True)
+        numbers = zip(self._weights, single.values(), strict=True)
         scored = [weight * number for weight, number in numbers if number is not None]
         return sum(scored) if scored else None
 
@@ -97,6 +109,8 @@ class CompletionsReward:
         self, name: str, function: Callable[..., Any], columns: Mapping[str, list[Any]], logged: list[dict[str, Any]]
     ) -> dict[str, Any]:
         def log_extra(column: str, values: Sequence[Any]) -> None:
+            if column in ("score", *self._functions):
+                raise RewardError(f"the reward function {name} logs {column}, a name of scores; choose another one")
             for info, value in zip(logged, values, strict=True):
                 info[column] = value
 
@@ -113,3 +127,7 @@ class CompletionsReward:
                 f"{', '.join(sorted(columns))}; add it to each row, or give it a default"
             )
         return {key: value for key, value in every.items() if free or key in named}
+
+
+def _is_free(parameter: inspect.Parameter) -> bool:
+    return parameter.kind is parameter.VAR_KEYWORD

@@ -127,7 +127,8 @@ def load_reward_function(
     if isinstance(function, CompletionsReward) or takes_completions(function):
         if not batch:
             raise RewardError(f"{label} scores the completions of a whole batch; set reward_model.reward_manager=batch")
-        made = function if isinstance(function, CompletionsReward) else CompletionsReward([function], kwargs=kwargs)
+        made = function if isinstance(function, CompletionsReward) else CompletionsReward([function])
+        made = made.with_kwargs(kwargs)
         return BatchFunction(made, made.needs_ids)
     registry.check_call(function, label, kwargs, BATCH_ARGUMENTS if batch else ARGUMENTS)
     if routed:

@@ -30,8 +30,8 @@ from rally.importing import (
     INSTALLED,
     ImportFailed,
     import_file,
+    import_functions,
     import_module,
-    import_path,
     look_in,
     of_installed_verl,
 )
@@ -192,13 +192,13 @@ def load_function_tools(path: str | Path, *, processes: bool = False) -> list[Ba
     return list(tools)
 
 
-def function_tool_of(path: str, name: str) -> FunctionTool:
-    """The function `name` of a file, or of a module as `pkg://package.module`, as a tool."""
+def function_tools_of(places: Sequence[tuple[str, str]]) -> list[FunctionTool]:
+    """The functions at (file or pkg://package.module, name) as tools. Those of one file share its state."""
     try:
-        found = getattr(import_path(path, "tools_of"), name)
+        found = import_functions(places, "tools_of")
     except ImportFailed as failed:
-        raise _broken(f"the tool file {path}", failed) from failed
-    return found if isinstance(found, FunctionTool) else function_tool(found)
+        raise _broken(f"the tool file {', '.join(sorted({path for path, _ in places}))}", failed) from failed
+    return [one if isinstance(one, FunctionTool) else function_tool(one) for one in found]
 
 
 def check_names(tools: list[Any], where: str) -> None:

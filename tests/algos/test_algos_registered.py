@@ -57,11 +57,27 @@ def at_rows(tokens: Sampled) -> Tensor:
     return tokens.advantages_M - tokens.advantages_M.mean()
 
 
+def changing(tokens: Sampled, settings: Any) -> Tensor:
+    return -tokens.advantages_M.mul_(2.0) * tokens.logp_M
+
+
+def sometimes(tokens: Sampled, settings: Any) -> PolicyLoss:
+    loss_M = -tokens.advantages_M * tokens.logp_M
+    values = {"falling": loss_M} if (tokens.advantages_M < 0).any() else {}
+    return PolicyLoss(loss_M, *[torch.zeros_like(loss_M)] * 2, values)
+
+
 UNUSABLE: list[tuple[str, Callable[[Sampled, Any], Any]]] = [
     ("other numbers beside other rows", lambda tokens, _: -at_rows(tokens) * tokens.logp_M),
     ("other numbers beside other rows", lambda tokens, _: -tokens.logp_M / len(tokens.logp_M)),
     ("does not depend on tokens.logp_M", lambda tokens, _: -tokens.advantages_M),
     ("does not depend on tokens.logp_M", lambda tokens, _: -tokens.logp_M.detach()),
+    ("use no random numbers", lambda tokens, _: -tokens.logp_M * (torch.rand_like(tokens.logp_M) < 0.5)),
+    ("has a gradient of 0 at each", lambda tokens, _: -tokens.advantages_M * tokens.logp_M * 0),
+    ("gives falling for some tokens only", sometimes),
+    ("changes the tensors that it gets", changing),
+    ("returns a tuple; return one tensor or a PolicyLoss", lambda tokens, _: (tokens.logp_M, {})),
+    ("clipped_M as NoneType for 8", lambda tokens, _: PolicyLoss(tokens.logp_M, None, None)),  # type: ignore[arg-type]
     ("not finite", lambda tokens, _: -tokens.logp_M / 0),
     (r"the loss as \[\] for 8 tokens", lambda tokens, _: -tokens.logp_M.mean()),
     ("the loss as float for 8", lambda tokens, _: PolicyLoss(0.5, *[tokens.logp_M] * 2)),  # type: ignore[arg-type]
@@ -76,6 +92,15 @@ def test_a_loss_that_cannot_be_trained_with_is_refused(problem: str, function: C
     register_policy_loss("mine")(function)
     with pytest.raises(PolicyLossError, match=problem):
         check_policy_loss(MINE)
+
+
+def test_trying_a_loss_leaves_the_random_numbers_of_the_run() -> None:
+    register_policy_loss("mine")(lambda tokens, settings: -tokens.advantages_M * tokens.logp_M)
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    check_policy_loss(MINE)
+    assert torch.equal(torch.rand(3), expected)
 
 
 def test_names_of_rally_cannot_be_taken() -> None:

@@ -99,6 +99,12 @@ def theirs(token_level_rewards, response_mask, index, config):
     return compute_grpo_outcome_advantage(token_level_rewards, response_mask, index, config=config)
 
 
+@register_adv_est("discounting")
+def discounting(token_level_rewards, response_mask, lam, gamma=0.5, **others):
+    assert not {"gamma", "lam"} & set(others)
+    return gamma * lam * response_mask, response_mask
+
+
 @register_adv_est("critic_needed")
 def critic_needed(token_level_rewards, response_mask, values, gamma, lam):
     return values, values
@@ -161,6 +167,12 @@ def test_an_estimator_over_padded_matrices_is_that_of_its_tokens(estimator: str)
     found_M = token_advantages(scored, CreditSettings(estimator=estimator, keys=keys))
     expected_M = token_advantages(scored, CreditSettings(estimator="grpo"))
     assert np.allclose(found_M, expected_M, atol=1e-5) and found_M.any()
+
+
+def test_a_default_of_an_estimator_is_kept_as_in_verl() -> None:
+    scored = Scored(torch.tensor([1.0, 0.0]).double(), torch.tensor([0, 0]), torch.tensor([1, 2]))
+    settings = CreditSettings(estimator="discounting", gamma=0.75, lam=0.5, keys={})
+    assert token_advantages(scored, settings).tolist() == [0.25] * 3
 
 
 def test_an_estimator_with_a_critic_is_refused() -> None:

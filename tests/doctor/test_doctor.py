@@ -338,6 +338,24 @@ def test_a_reward_that_tells_nothing_apart_is_found(find: Any, tmp_path: Path) -
     assert "ZeroDivisionError" in told(find("reward", key), "error")
 
 
+def test_without_a_ground_truth_no_answer_is_made_up(find: Any, tmp_path: Path) -> None:
+    prompt = [{"role": "user", "content": "1+1?"}]
+    row = {"data_source": "sums", "prompt": prompt, "reward_model": {"style": "model"}, "extra_info": {"solution": "2"}}
+    write_rows([row] * 3, tmp_path / "rows.parquet")
+    (tmp_path / "right.py").write_text(
+        "def right(completions, solution):\n"
+        "    return [float(c[-1]['content'] == s) for c, s in zip(completions, solution)]\n"
+    )
+    keys = [
+        f"data.train_files={tmp_path / 'rows.parquet'}",
+        f"custom_reward_function={{path: {tmp_path / 'right.py'}, name: right}}",
+        "reward_model.reward_manager=batch",
+    ]
+    warned = told(find("reward", *keys), "warning")
+    assert "has no ground truth to score; give an answer with --answer" in warned and "None" not in warned
+    assert "'2' scores 1" in told(find("reward", *keys, options=DoctorOptions(answer="2")), "ok")
+
+
 def test_a_reward_that_wants_a_second_round_and_json_is_satisfied(find: Any, home: Path, tmp_path: Path) -> None:
     row = load_tasks(home / "test.parquet")[0].row
     truth = {"service": "cart", "incident_type": "clock_skew"}

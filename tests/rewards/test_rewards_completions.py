@@ -41,6 +41,19 @@ def fewer(completions, **kwargs):
     return [1.0]
 
 
+def overwrites(completions, log_extra, **kwargs):
+    log_extra("right", [100.0] * len(completions))
+    return [0.0] * len(completions)
+
+
+def scaled(completions, margin=0.0):
+    return [margin] * len(completions)
+
+
+def by_place(completions, /, solution):
+    return [0.0] * len(completions)
+
+
 def words(completions, **kwargs):
     return ["good"] * len(completions)
 
@@ -50,6 +63,8 @@ def needy(completions, trainer_state):
 
 
 both = CompletionsReward([right, short, some], [1.0, 0.5, 2.0])
+clash = CompletionsReward([right, overwrites])
+made = CompletionsReward([scaled])
 """
 
 
@@ -106,6 +121,7 @@ def test_an_episode_that_no_function_scores_is_an_error_and_no_zero(file: str) -
     [
         ("fewer", "fewer returned 1 numbers for 2 episodes"),
         ("words", "words returned a list of str; return numbers or None"),
+        ("clash", "overwrites logs right, a name of scores; choose another one"),
         ("needy", "needs trainer_state, which is no column of the rows: they have .*level, .*solution"),
     ],
 )
@@ -117,6 +133,9 @@ def test_the_form_is_found_and_needs_the_batch_manager(file: str) -> None:
     with pytest.raises(RewardError, match=r"right of .* scores the completions of a whole batch; set .*=batch"):
         load_reward_function(file, "right")
 
+    with pytest.raises(RewardError, match="let completions be given by its name"):
+        load_reward_function(file, "by_place", batch=True)
+
     def usual(data_source: str, solution_str: str, ground_truth: str, completions: Sequence[str] = ()) -> float:
         return 0.0
 
@@ -125,3 +144,16 @@ def test_the_form_is_found_and_needs_the_batch_manager(file: str) -> None:
         CompletionsReward([usual, usual])
     with pytest.raises(RewardError, match=r"reward_kwargs.prompts is always set"):
         CompletionsReward([usual], kwargs={"prompts": 1})
+
+
+@pytest.mark.parametrize("name", ["scaled", "made"])
+def test_arguments_of_the_configuration_reach_the_functions(file: str, name: str) -> None:
+    spec = RewardSpec(path=file, name=name, batch=True, kwargs={"margin": 2.0})
+
+    async def score() -> list[Score]:
+        async with Scorer(spec, num_workers=1, timeout=60.0) as scorer:
+            return list(await scorer.score_batch(EPISODES))
+
+    assert [one.reward for one in asyncio.run(score())] == [2.0, 2.0]
+    with pytest.raises(RewardError, match=r"no reward function takes reward_kwargs.other; remove it"):
+        load_reward_function(file, name, {"other": 1}, batch=True)

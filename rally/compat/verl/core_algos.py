@@ -173,12 +173,14 @@ def _padded_advantages(
         "response_mask": mask_NL,
         "index": np.array([str(number) for number in scored.groups_N.tolist()], dtype=object),
         "config": AlgoConfig(as_written({**settings.keys, **kwargs})),
-        "gamma": settings.gamma,
-        "lam": settings.lam,
         **({} if scored.baselines_N is None else {"reward_baselines": scored.baselines_N.float()}),
         **kwargs,
     }
     problem = f"the advantage estimator {name}"
+    parameters = inspect.signature(function).parameters
+    for key, value in {"gamma": settings.gamma, "lam": settings.lam}.items():
+        if key in parameters and parameters[key].default is inspect.Parameter.empty:  # verl leaves a default as it is
+            given.setdefault(key, value)
     returned = function(**_accepted(function, given, problem, EstimatorError))
     advantages_NL = returned[0] if isinstance(returned, tuple) else returned
     if not isinstance(advantages_NL, Tensor) or advantages_NL.shape != mask_NL.shape:

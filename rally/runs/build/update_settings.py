@@ -16,6 +16,7 @@ from rally.config.actor import FsdpConfig, LogProbKeys, OptimConfig
 from rally.config.sft import SftOptim
 from rally.config.trainer import GradientGuards
 from rally.data.samplers import total_steps
+from rally.models.load import pick_device
 from rally.train.divergence import GradientLimits
 from rally.train.health_checks import HealthSettings
 from rally.train.micro_batches import MicroBatchLimits, limits_of
@@ -139,7 +140,8 @@ def check_objective(config: Config) -> None:
     if credit.estimator not in {*credit_assignment.BUILT_IN, *ESTIMATORS, *credit_assignment.TOKEN_ESTIMATORS}:
         key = f"algorithm.adv_estimator={credit.estimator}"
         raise EstimatorError(_unregistered(config, key, f"@register_adv_estimator({credit.estimator!r})"))
-    check_policy_loss(surrogate)
+    if surrogate.mode not in losses.BUILT_IN:
+        check_policy_loss(surrogate, pick_device(config.trainer.device))
     check_estimator(credit)
 
 

@@ -388,6 +388,8 @@ def _tried(settings: SurrogateSettings, rows: list[int], device: torch.device | 
         if not isinstance(value_M, Tensor) or value_M.shape != logp_M.shape:
             found = list(value_M.shape) if isinstance(value_M, Tensor) else type(value_M).__name__
             raise PolicyLossError(f"{problem} gives {name} as {found} for {len(logp_M)} tokens; give each one a number")
+    if taken := {"entropy", "ppo_kl", "kl_loss"} & set(made.values):
+        raise PolicyLossError(f"{problem} reports {min(taken)}, a metric of Rally's own; give it another name")
     gradient_M = None
     if made.loss_M.requires_grad:
         [gradient_M] = torch.autograd.grad(made.loss_M.sum(), logp_M, allow_unused=True)

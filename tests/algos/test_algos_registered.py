@@ -81,6 +81,7 @@ UNUSABLE: list[tuple[str, Callable[[Sampled, Any], Any]]] = [
     ("not finite", lambda tokens, _: -tokens.logp_M / 0),
     (r"the loss as \[\] for 8 tokens", lambda tokens, _: -tokens.logp_M.mean()),
     ("the loss as float for 8", lambda tokens, _: PolicyLoss(0.5, *[tokens.logp_M] * 2)),  # type: ignore[arg-type]
+    ("reports entropy, a metric of Rally's", lambda t, _: PolicyLoss(*[t.logp_M] * 3, {"entropy": t.logp_M})),
     ("extra as float for 8", lambda tokens, _: PolicyLoss(*[tokens.logp_M] * 3, {"extra": 1.0})),  # type: ignore[dict-item]
     ("fails on made-up tokens: KeyError: 'x'", lambda tokens, _: {}["x"]),
     ("fails on made-up tokens: AttributeError", lambda tokens, _: tokens.entropy_M),  # type: ignore[attr-defined]

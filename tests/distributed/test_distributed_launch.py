@@ -86,6 +86,7 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
     "reliability", "A rank of several is lost", "The run ends with a sentence and resumes on any number of ranks"
 )
 @pytest.mark.long
+@pytest.mark.usefixtures("own_objectives")
 def test_runs_go_on_from_each_other_and_a_lost_rank_ends_one_in_words(
     home: Path, tmp_path: Path, killed: dict[int, float]
 ) -> None:

@@ -17,7 +17,6 @@ from rally.runs.build import models
 from rally.runs.train import train
 from rally.track import RunFolder
 
-pytestmark = pytest.mark.usefixtures("own_objectives")
 A, M = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 LOSS = """
 import torch
@@ -112,7 +111,7 @@ def critic_needed(token_level_rewards, response_mask, values, gamma, lam):
 
 
 @pytest.fixture(autouse=True)
-def files(tmp_path: Path) -> None:
+def files(tmp_path: Path, own_objectives: None) -> None:
     for name, text in {"loss": LOSS, "estimator": ESTIMATOR}.items():
         path = tmp_path / f"my_{name}.py"
         path.write_text(dedent(text))

@@ -85,7 +85,8 @@ def check_equal_update(run: Path, alone: Path) -> None:
     assert largest < 1e-5 and share < 1e-3, f"the update of four ranks differs by {largest}, {share:.2%} by over 1e-6"
     mine, expected = (next(iter(RunFolder(folder).read_metrics())).metrics for folder in (run, alone))
     for name in ("actor/grad_norm", "actor/pg_loss", "actor/entropy"):
-        assert mine[name] == pytest.approx(expected[name], rel=1e-6), name
+        # the loss is a sum of terms of size 1 that cancel
+        assert mine[name] == pytest.approx(expected[name], rel=1e-6, abs=1e-6), name
 
 
 @pytest.mark.timeout(900)

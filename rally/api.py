@@ -26,6 +26,7 @@ from rally.config.yaml_files import Tree, at, leaves, merge, put
 from rally.data import write_rows
 from rally.redact import HIDDEN
 from rally.rewards.completions import takes_completions
+from rally.rewards.score import FACTS
 from rally.runs.build.run_inputs import RunOutcome
 from rally.runs.dry_run import dry_run
 from rally.tools.function_tool import FunctionTool
@@ -265,6 +266,8 @@ def _complete(row: object, number: int, reward: object) -> dict[str, Any]:
     prompt, answer = row["prompt"], row.get("answer")
     read = {"prompt", *IN_ROWS, *(() if in_columns else ("answer", "data_source"))}
     others = {name: value for name, value in row.items() if name not in read}
+    if clash := sorted(set(FACTS) & set(others)):
+        raise TrainerError(f"row {number} has {clash[0]}, where a reward function gets that of the episode; rename it")
     return {
         "data_source": row.get("data_source", SOURCE),
         "prompt": [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt,

@@ -257,6 +257,10 @@ def trl(completions: list[Any], **kwargs: Any) -> list[float]:
     ("arguments", "problem"),
     [
         ({"rows": []}, "there are no train rows"),
+        (
+            {"rows": [{**ROWS[0], "messages": []}]},
+            "row 0 has messages, where a reward function gets that of the episode",
+        ),
         ({"rows": [["a", "b"]]}, "row 0 is a list; give mappings with prompt and answer"),
         ({"rows": [{"question": "?", "answer": "1"}]}, "row 0 has no prompt, but question, answer"),
         ({"rows": [{"prompt": "?", "answer": float("nan")}]}, "row 0 has no answer, but prompt, answer"),

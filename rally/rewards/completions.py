@@ -119,7 +119,7 @@ class CompletionsReward:
 
         parameters = inspect.signature(function).parameters.values()
         named = {p.name: p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
-        free = len(named) < len(parameters)
+        free = any(map(_is_free, parameters))
         every = {**columns, **self._kwargs, "log_extra": log_extra, "log_metric": log_metric}
         if missing := [p.name for p in named.values() if p.default is p.empty and p.name not in every]:
             raise RewardError(

@@ -32,11 +32,11 @@ AdvantageEstimator = StrEnum(  # type: ignore[misc]
 )
 
 
-class ActorConfig(DictConfig):
+class VerlActorConfig(DictConfig):
     """The keys of `actor_rollout_ref.actor`, as a loss reads them."""
 
 
-class AlgoConfig(DictConfig):
+class VerlAlgoConfig(DictConfig):
     """The keys of `algorithm`, as an estimator reads them. A loss that gets them is refused by verl's own ones."""
 
 
@@ -122,7 +122,7 @@ def _padded_loss(
         "advantages": advantages_RL,
         "response_mask": mask_RL,
         "loss_agg_mode": settings.keys["loss_agg_mode"],
-        "config": ActorConfig(as_written(keys)),
+        "config": VerlActorConfig(as_written(keys)),
         "rollout_is_weights": None,  # they multiply the loss of each token afterwards
         "rollout_log_probs": None,
     }
@@ -172,7 +172,7 @@ def _padded_advantages(
         "token_level_rewards": rewards_NL,
         "response_mask": mask_NL,
         "index": np.array([str(number) for number in scored.groups_N.tolist()], dtype=object),
-        "config": AlgoConfig(as_written({**settings.keys, **kwargs})),
+        "config": VerlAlgoConfig(as_written({**settings.keys, **kwargs})),
         **({} if scored.baselines_N is None else {"reward_baselines": scored.baselines_N.float()}),
         **kwargs,
     }

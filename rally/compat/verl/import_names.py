@@ -103,14 +103,14 @@ NAMES: dict[str, dict[str, str]] = {
     "verl.experimental.dataset.sampler": {
         name: f"{COMPAT}.samplers.{name}" for name in ("AbstractSampler", "AbstractCurriculumSampler")
     },
-    "verl.workers.config": {"ActorConfig": f"{CORE}.ActorConfig"},
+    "verl.workers.config": {"ActorConfig": f"{CORE}.VerlActorConfig"},
     "verl.workers.rollout.replica": {"TokenOutput": LOOP["TokenOutput"]},
     "verl.workers.rollout.schemas": {"Message": f"{COMPAT}.helpers.RolloutMessage"},
     "verl.workers.rollout.sglang_rollout.agent_loop.base": {
         "AgentLoopBase": f"{COMPAT}.message_loops.MessageLoop",
         "AgentLoopOutput": "rally.loops.AgentLoopOutput",
     },
-    "verl.trainer.config": {"AlgoConfig": f"{CORE}.AlgoConfig"},
+    "verl.trainer.config": {"AlgoConfig": f"{CORE}.VerlAlgoConfig"},
     "verl.trainer.ppo.core_algos": {
         name: f"{CORE}.{name}"
         for name in (
